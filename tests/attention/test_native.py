@@ -1,0 +1,59 @@
+"""The compiled kernel against the reference: the same numbers for every shape a batch can take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_eagle.attention.layout import VEC_LAYOUT
+from vllm_eagle.attention.native import NativeTreeAttention
+from vllm_eagle.attention.reference import ReferenceTreeAttention
+from vllm_eagle.tree import DraftTree, TreeRows
+
+
+def random_tree(nodes: int, generator: torch.Generator) -> DraftTree:
+    parents = [-1] + [int(torch.randint(0, row, (1,), generator=generator)) for row in range(1, nodes + 1)]
+    return DraftTree.build(list(range(nodes + 1)), parents)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 2, 80)])
+@pytest.mark.parametrize("block", [32, 128])
+def test_equals_reference(dtype: torch.dtype, heads: int, kv_heads: int, size: int, block: int) -> None:
+    """Catches a wrong page, a wrong tail of the last block, a wrong ancestor, rows of another request's tree."""
+    generator = torch.Generator().manual_seed(heads * size + block)
+    contexts, nodes, gap = [0, 1, block - 1, block, block + 1, 3 * block + 7], [3, 1, 63, 0, 25, 60], 5
+    trees = [random_tree(n, generator) for n in nodes]
+    starts, total = [], 2
+    for tree in trees:  # plain rows of other requests lie between the trees
+        starts.append(total)
+        total += tree.size + 1 + gap
+    shape = torch.randn(40, kv_heads, block, 2 * size, generator=generator)
+    cache = shape.to(dtype)
+    table = torch.randperm(40, generator=generator)[:24].reshape(6, 4).int()
+    query, key, value = (torch.randn(total, h, size, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads))
+    rows = TreeRows.of_trees(trees, torch.tensor(starts, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32), table)
+    want, got = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
+    ReferenceTreeAttention(VEC_LAYOUT)(query, key, value, cache, rows, size**-0.5, want)
+    NativeTreeAttention()(query, key, value, cache, rows, size**-0.5, got)
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    untouched = torch.ones(total, dtype=torch.bool)
+    for start, tree in zip(starts, trees, strict=True):
+        untouched[start : start + tree.size + 1] = False
+    assert (got[untouched] == 7.0).all()
+
+
+def test_masked_garbage_does_not_leak() -> None:
+    """Catches NaN left in the unused tail of the last block reaching a row."""
+    cache = torch.full((2, 1, 32, 64), float("nan"))
+    keys, values = torch.randn(5, 1, 32), torch.randn(5, 1, 32)
+    cache.view(2, 1, 2, -1)[1, :, 0].view(1, 32, 32)[:, :, :5] = keys.permute(1, 2, 0)
+    cache.view(2, 1, 2, -1)[1, :, 1].view(1, 32, 32)[:, :5] = values.transpose(0, 1)
+    rows = TreeRows.of_trees([DraftTree.build([1], [-1])], torch.tensor([0], dtype=torch.int32),
+                             torch.tensor([5], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32))
+    query, key, value, got = (torch.randn(1, 1, 32) for _ in range(4))
+    NativeTreeAttention()(query, key, value, cache, rows, 0.2, got)
+    all_keys, all_values = torch.cat((keys, key))[:, 0], torch.cat((values, value))[:, 0]
+    want = (query[:, 0] @ all_keys.T * 0.2).softmax(-1) @ all_values
+    torch.testing.assert_close(got[:, 0], want, rtol=1e-5, atol=1e-6)

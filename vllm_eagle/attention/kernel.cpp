@@ -1,0 +1,201 @@
+// Tree attention over vLLM's CPU cache layout. Contract: TreeAttention in base.py; specification: reference.py.
+//
+// A block of one K/V head is K transposed [K][block] followed by V [block][K], so both loops below run over
+// contiguous numbers: scores over the tokens of a block, the weighted sum over the dimensions of a value.
+// One task is a tile of up to TILE queries that share a K/V head; tasks are independent.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int TILE = 4;   // queries that share each load of K and V
+constexpr int LANES = 16; // floats of one vector; the compiler splits it where registers are narrower
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+
+struct bf16 { uint16_t bits; };
+typedef _Float16 f16;
+
+inline vec load(const float* p) { vec v; std::memcpy(&v, p, sizeof v); return v; }
+inline vec load(const f16* p) {
+  typedef f16 half_vec __attribute__((vector_size(LANES * 2)));
+  half_vec h; std::memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, vec);
+}
+inline vec load(const bf16* p) {
+  typedef uint16_t half_vec __attribute__((vector_size(LANES * 2)));
+  half_vec h; std::memcpy(&h, p, sizeof h);
+  ivec w = __builtin_convertvector(h, ivec) << 16;
+  vec v; std::memcpy(&v, &w, sizeof v); return v;
+}
+inline void store(float* p, const float* v, int n) { std::memcpy(p, v, n * sizeof(float)); }
+inline void store(f16* p, const float* v, int n) { for (int i = 0; i < n; ++i) p[i] = (f16)v[i]; }
+inline void store(bf16* p, const float* v, int n) {
+  for (int i = 0; i < n; ++i) {
+    uint32_t w; std::memcpy(&w, v + i, 4);
+    p[i].bits = (uint16_t)((w + 0x7fff + ((w >> 16) & 1)) >> 16); // round to nearest even
+  }
+}
+
+// exp(x) for x <= 0: split off the power of two, polynomial on [-ln2/2, ln2/2], relative error 2e-7.
+inline vec exp_vec(vec x) {
+  const vec low = x < -87.0f ? vec{} + 1.0f : vec{};
+  x = x < -87.0f ? vec{} - 87.0f : x;
+  const vec t = x * 1.44269504f + 12582912.0f; // adding 1.5 * 2^23 rounds to the nearest integer
+  ivec n; std::memcpy(&n, &t, sizeof n);
+  const vec r = (x - (t - 12582912.0f) * 0.693359375f) + (t - 12582912.0f) * 2.12194440e-4f;
+  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const ivec scale = (n - 0x4B400000 + 127) << 23;
+  vec power; std::memcpy(&power, &scale, sizeof power);
+  return low != 0.0f ? vec{} : p * power;
+}
+inline float sum(vec v) { float s = 0; for (int i = 0; i < LANES; ++i) s += v[i]; return s; }
+inline float top(vec v) { float m = v[0]; for (int i = 1; i < LANES; ++i) m = std::max(m, v[i]); return m; }
+
+struct Tile { // running softmax of up to TILE queries: maximum, sum, weighted values
+  float peak[TILE], total[TILE];
+};
+
+template <typename E>
+void scores_of_block(const float* q, int size, const E* key, int block, int used, float* out) {
+  for (int at = 0; at < used; at += 2 * LANES) {
+    vec acc[TILE][2] = {};
+    for (int d = 0; d < size; ++d) {
+      const vec a = load(key + (int64_t)d * block + at), b = load(key + (int64_t)d * block + at + LANES);
+      for (int i = 0; i < TILE; ++i) {
+        acc[i][0] += q[i * size + d] * a;
+        acc[i][1] += q[i * size + d] * b;
+      }
+    }
+    for (int i = 0; i < TILE; ++i) std::memcpy(out + i * block + at, acc[i], sizeof acc[i]);
+  }
+}
+
+// Turn scores [TILE][block] into weights in place and fold their maximum and sum into the running softmax.
+void weigh(Tile& tile, float* scores, float* acc, int size, int block, int used) {
+  const int padded = (used + LANES - 1) / LANES * LANES;
+  for (int i = 0; i < TILE; ++i) {
+    float* row = scores + i * block;
+    for (int j = used; j < padded; ++j) row[j] = -std::numeric_limits<float>::infinity();
+    vec high = load(row);
+    for (int j = LANES; j < padded; j += LANES) { const vec v = load(row + j); high = v > high ? v : high; }
+    const float peak = std::max(tile.peak[i], top(high)), shrink = std::exp(tile.peak[i] - peak);
+    vec total = {};
+    for (int j = 0; j < padded; j += LANES) {
+      const vec w = exp_vec(load(row + j) - peak);
+      std::memcpy(row + j, &w, sizeof w);
+      total += w;
+    }
+    tile.peak[i] = peak;
+    tile.total[i] = tile.total[i] * shrink + sum(total);
+    for (int d = 0; d < size; ++d) acc[i * size + d] *= shrink;
+  }
+}
+
+template <typename E>
+void add_values(const float* weights, int stride, const E* value, int size, int used, float* acc) {
+  for (int at = 0; at < size; at += LANES) {
+    vec sums[TILE];
+    for (int i = 0; i < TILE; ++i) sums[i] = load(acc + i * size + at);
+    for (int j = 0; j < used; ++j) {
+      const vec v = load(value + (int64_t)j * size + at);
+      for (int i = 0; i < TILE; ++i) sums[i] += weights[i * stride + j] * v;
+    }
+    for (int i = 0; i < TILE; ++i) std::memcpy(acc + i * size + at, &sums[i], sizeof sums[i]);
+  }
+}
+
+// Fold the row's ancestors, one key and value each, into query i of the tile.
+template <typename E>
+void add_ancestors(Tile& tile, int i, const float* q, float* acc, uint64_t word, const E* key, const E* value,
+                   int64_t key_stride, int64_t value_stride, int size) {
+  for (; word; word &= word - 1) {
+    const int j = __builtin_ctzll(word);
+    vec dot = {};
+    for (int d = 0; d < size; d += LANES) dot += load(q + d) * load(key + j * key_stride + d);
+    const float score = sum(dot), peak = std::max(tile.peak[i], score);
+    const float shrink = std::exp(tile.peak[i] - peak), weight = std::exp(score - peak);
+    tile.peak[i] = peak;
+    tile.total[i] = tile.total[i] * shrink + weight;
+    for (int d = 0; d < size; d += LANES) {
+      const vec v = load(acc + d) * shrink + weight * load(value + j * value_stride + d);
+      std::memcpy(acc + d, &v, sizeof v);
+    }
+  }
+}
+
+template <typename E>
+void run(const E* query, const E* tree_key, const E* tree_value, const E* cache, E* output, const int32_t* query_start,
+         const int32_t* num_rows, const int32_t* first_word, const int32_t* key_start, const int32_t* context_len,
+         const int32_t* block_table, const int64_t* words, int64_t trees, int64_t table_stride, int64_t heads,
+         int64_t kv_heads, int64_t size, int64_t block, int64_t query_stride, int64_t key_stride, int64_t value_stride,
+         int64_t output_stride, float scale) {
+  const int64_t group = heads / kv_heads;
+  struct Task { int32_t tree, head, first; };
+  std::vector<Task> tasks;
+  for (int64_t r = 0; r < trees; ++r)
+    for (int64_t g = 0; g < kv_heads; ++g)
+      for (int64_t first = 0; first < num_rows[r] * group; first += TILE)
+        tasks.push_back({(int32_t)r, (int32_t)g, (int32_t)first});
+#pragma omp parallel
+  {
+    std::vector<float> q(TILE * size), acc(TILE * size), scores(TILE * block);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t t = 0; t < (int64_t)tasks.size(); ++t) {
+      const int64_t r = tasks[t].tree, g = tasks[t].head, first = tasks[t].first;
+      const int count = (int)std::min<int64_t>(TILE, num_rows[r] * group - first);
+      Tile tile;
+      std::fill(q.begin(), q.end(), 0.0f);
+      std::fill(acc.begin(), acc.end(), 0.0f);
+      for (int i = 0; i < TILE; ++i) { tile.peak[i] = -1e30f; tile.total[i] = 0; }
+      for (int i = 0; i < count; ++i) { // query i of the tile: row (first + i) / group, head g * group + (first + i) % group
+        const E* from = query + (query_start[r] + (first + i) / group) * query_stride + (g * group + (first + i) % group) * size;
+        for (int d = 0; d < size; d += LANES) {
+          const vec v = load(from + d) * scale;
+          std::memcpy(&q[i * size + d], &v, sizeof v);
+        }
+      }
+      for (int64_t at = 0; at < context_len[r]; at += block) {
+        const int used = (int)std::min<int64_t>(block, context_len[r] - at);
+        const E* page = cache + (block_table[r * table_stride + at / block] * kv_heads + g) * block * 2 * size;
+        scores_of_block(q.data(), (int)size, page, (int)block, used, scores.data());
+        weigh(tile, scores.data(), acc.data(), (int)size, (int)block, used);
+        add_values(scores.data(), (int)block, page + block * size, (int)size, used, acc.data());
+      }
+      for (int i = 0; i < count; ++i) {
+        const int64_t row = (first + i) / group, head = g * group + (first + i) % group;
+        float* mine = &acc[i * size];
+        add_ancestors(tile, i, &q[i * size], mine, (uint64_t)words[first_word[r] + row],
+                      tree_key + key_start[r] * key_stride + g * size, tree_value + key_start[r] * value_stride + g * size,
+                      key_stride, value_stride, (int)size);
+        const float inverse = 1.0f / tile.total[i];
+        for (int d = 0; d < size; ++d) mine[d] *= inverse;
+        store(output + (query_start[r] + row) * output_stride + head * size, mine, (int)size);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+#define TREE_ATTENTION(NAME, E)                                                                                       \
+  extern "C" void NAME(const void* q, const void* tk, const void* tv, const void* cache, void* out, const int32_t* qs, \
+                       const int32_t* n, const int32_t* fw, const int32_t* ks, const int32_t* ctx, const int32_t* bt, \
+                       const int64_t* words, int64_t trees, int64_t table_stride, int64_t heads, int64_t kv_heads,     \
+                       int64_t size, int64_t block, int64_t q_stride, int64_t k_stride, int64_t v_stride,              \
+                       int64_t o_stride, float scale) {                                                                \
+    run((const E*)q, (const E*)tk, (const E*)tv, (const E*)cache, (E*)out, qs, n, fw, ks, ctx, bt, words, trees,       \
+        table_stride, heads, kv_heads, size, block, q_stride, k_stride, v_stride, o_stride, scale);                    \
+  }
+TREE_ATTENTION(tree_attention_float32, float)
+TREE_ATTENTION(tree_attention_bfloat16, bf16)
+TREE_ATTENTION(tree_attention_float16, f16)

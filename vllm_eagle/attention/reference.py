@@ -1,0 +1,47 @@
+"""Tree attention as it is defined: gather the pages, append the tree's keys, mask, softmax. The specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_eagle.attention.layout import PagedLayout
+from vllm_eagle.tree.rows import TreeRows
+
+
+class ReferenceTreeAttention:
+    """Attend with a Python loop over requests; any dtype, any layout."""
+
+    def __init__(self, layout: PagedLayout) -> None:
+        self.layout = layout
+
+    def __call__(
+        self, query: Tensor, tree_key: Tensor, tree_value: Tensor, cache: Tensor, rows: TreeRows, scale: float, output: Tensor
+    ) -> None:
+        """See `TreeAttention`."""
+        block = cache.shape[2]
+        group = query.shape[1] // tree_key.shape[1]
+        for r in range(len(rows.num_rows)):
+            start, count, word = int(rows.query_start[r]), int(rows.num_rows[r]), int(rows.first_word[r])
+            context = int(rows.context_len[r])
+            seen = _bits(rows.words[word : word + count])  # [count, keys]
+            first, keys = int(rows.key_start[r]), seen.shape[1]
+            past_key, past_value = self.layout.gather(cache, rows.block_table[r, : -(-context // block)], context)
+            key = torch.cat((past_key, tree_key[first : first + keys]))  # [S, G, K]
+            value = torch.cat((past_value, tree_value[first : first + keys]))
+            mask = torch.cat((torch.ones(count, context, dtype=torch.bool), seen), dim=1)  # [count, S]
+            output[start : start + count] = _attend(query[start : start + count], key, value, mask, group, scale)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, group: int, scale: float) -> Tensor:
+    key, value = (x.float().repeat_interleave(group, dim=1).transpose(0, 1) for x in (key, value))  # [H, S, K]
+    scores = query.float().transpose(0, 1) @ key.transpose(1, 2) * scale  # [H, count, S]
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights @ value).transpose(0, 1).to(query.dtype)
+
+
+def _bits(words: Tensor) -> Tensor:
+    """Unpack ancestor words [n] into a mask [n, keys], as wide as the highest bit set."""
+    mask = (words.unsqueeze(1) >> torch.arange(64)) & 1 == 1
+    used = mask.any(0).nonzero()
+    return mask[:, : int(used[-1]) + 1 if len(used) else 0]

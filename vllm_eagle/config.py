@@ -1,0 +1,87 @@
+"""The options of speculation: one frozen type, read from vLLM's `additional_config["vllm_eagle"]`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_eagle.errors import EagleError
+from vllm_eagle.tree import DynamicGrowth, Growth, read_static
+
+KEY = "vllm_eagle"
+"""Our key in vLLM's `--additional-config`."""
+
+HEAD_DRAFTER = "head"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Say which head drafts, and what trees it grows; every field is a key of `additional_config["vllm_eagle"]`."""
+
+    model: str | None = None
+    """Folder of the EAGLE head."""
+    tree_size: int | None = None
+    """Most nodes of a dynamic tree (default 25)."""
+    tree_depth: int | None = None
+    """Levels of a dynamic tree (default 5)."""
+    tree_top_k: int | None = None
+    """Nodes expanded on a level, and candidates of each, in a dynamic tree (default 8)."""
+    tree: str | None = None
+    """JSON file of a static tree, instead of a dynamic one."""
+    draft_vocab: str | None = None
+    """JSON file of the token ids worth drafting, or "all"; default: `draft_vocab.json` of the head's folder, if any."""
+    drafter: str = HEAD_DRAFTER
+    """"head", or the dotted path of a drafter class."""
+    drafter_options: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to that class."""
+
+    def __post_init__(self) -> None:
+        if self.drafter == HEAD_DRAFTER and self.model is None:
+            raise EagleError("no head given: name its folder with --speculative-model (or the key model of vllm_eagle)")
+        if self.drafter == HEAD_DRAFTER and self.drafter_options:
+            raise EagleError("drafter_options have no effect on the head; name a drafter class, or remove them")
+        for name in ("tree_size", "tree_depth", "tree_top_k"):
+            if self.tree is not None and getattr(self, name) is not None:
+                raise EagleError(f"{name} has no effect on the static tree {self.tree}; give one of the two")
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Options:
+        """Read the options; raises `EagleError` for a key that does not exist or a value of the wrong type."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        for key, value in raw.items():
+            if key not in known:
+                raise EagleError(f"unknown option {key!r} of vllm_eagle; known: {', '.join(sorted(known))}")
+            whole = key in ("tree_size", "tree_depth", "tree_top_k")
+            if whole and value is not None and type(value) is not int:
+                raise EagleError(f"{key}={value!r}: want a whole number")
+            if not whole and key != "drafter_options" and not isinstance(value, str | None):
+                raise EagleError(f"{key}={value!r}: want a string")
+        return cls(**raw)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return what `from_mapping` reads back, defaults left out."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) not in (None, {}, HEAD_DRAFTER)
+        }
+
+    def growth(self) -> Growth:
+        """Build the growth policy; raises `TreeError` for a shape outside the limits."""
+        if self.tree is not None:
+            return read_static(self.tree)
+        chosen = (self.tree_size, self.tree_depth, self.tree_top_k)
+        size, depth, top_k = (default if value is None else value for value, default in zip(chosen, (25, 5, 8), strict=True))
+        return DynamicGrowth(size, depth, top_k)
+
+    def vocabulary_file(self) -> Path | None:
+        """Return the draft vocabulary's file, None for the whole vocabulary."""
+        if self.draft_vocab == "all":
+            return None
+        if self.draft_vocab is not None:
+            return Path(self.draft_vocab)
+        beside = Path(self.model or "") / "draft_vocab.json"
+        return beside if self.model and beside.is_file() else None

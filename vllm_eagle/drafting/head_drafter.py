@@ -1,0 +1,94 @@
+"""Draft with an EAGLE head: one pass over what became certain, then one pass per level over all trees.
+
+Shapes: `R` requests, `T` newly known positions, `F` frontier nodes of a request, `S` scratch rows of a request,
+`D` hidden, `H` heads, `G` K/V heads, `K` head size, `k` candidates of a node, `V` draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_eagle.drafting.base import HeadCache, Known
+from vllm_eagle.heads import EagleHead
+from vllm_eagle.tree import CandidatePool, DraftTree, Growth
+
+
+class HeadDrafter:
+    """Grow trees from the head's own probabilities."""
+
+    def __init__(
+        self, head: EagleHead, embed: Callable[[Tensor], Tensor], candidates: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+        growth: Growth,
+    ) -> None:  # fmt: skip
+        """`embed` maps tokens [n] to [n, D]; `candidates` maps features [n, D] and k to tokens and log-probs [n, k]."""
+        self.head, self.embed, self.candidates, self.growth = head, embed, candidates, growth
+
+    def draft(self, known: Known, cache: HeadCache) -> list[DraftTree]:
+        """Return one tree per request, each cut to its room."""
+        predicted = self.head(self.embed(known.next_tokens), known.features, known.positions, cache.attend_known)  # [T, D]
+        drafting = torch.tensor([r for r, room in enumerate(known.rooms) if room > 0])  # the rest: K/V written, no tree
+        trees = [DraftTree.build([root], [-1]) for root in known.roots.tolist()]
+        if len(drafting):
+            ends = known.ends[drafting]
+            grown = self._grow(predicted[ends], known.next_tokens[ends], known.positions[ends], drafting, cache)
+            for r, tree in zip(drafting.tolist(), grown, strict=True):
+                trees[r] = tree.prefix(known.rooms[r])
+        return trees
+
+    def _grow(self, features: Tensor, roots: Tensor, last: Tensor, drafting: Tensor, cache: HeadCache) -> list[DraftTree]:
+        """Grow the trees of some requests from the features predicted for their roots [R, D]."""
+        pool = CandidatePool(self.growth, len(roots))
+        level = _Level(self.head, self.growth, cache, drafting, last, features.dtype)
+        parents = features.unsqueeze(1)  # [R, F, D] predicted features of the frontier: the root's
+        self._offer(pool, parents)
+        for _ in range(1, self.growth.depth):
+            tokens, slots = pool.expand()
+            parents = parents.gather(1, slots.unsqueeze(-1).expand(-1, -1, parents.shape[-1]))  # [R, F, D]
+            parents = level.step(self.embed(tokens.reshape(-1)), parents, slots)
+            self._offer(pool, parents)
+        return pool.trees(roots)
+
+    def _offer(self, pool: CandidatePool, features: Tensor) -> None:
+        """Give the pool the best children of every frontier node, from its predicted feature [R, F, D]."""
+        requests, frontier, _ = features.shape
+        tokens, logprobs = self.candidates(features.flatten(0, 1), self.growth.top_k)
+        pool.add(tokens.view(requests, frontier, -1), logprobs.view(requests, frontier, -1))
+
+
+class _Level:
+    """Run the frontier through the head, its K/V in scratch: nothing of a guess enters the paged cache."""
+
+    def __init__(
+        self, head: EagleHead, growth: Growth, cache: HeadCache, drafting: Tensor, last: Tensor, dtype: torch.dtype
+    ) -> None:
+        """`last` [R]: the last certain position; a node of level d is paired with the feature of position last + d."""
+        config, requests = head.config, len(last)
+        self.head, self.cache, self.drafting, self.last, self.stride = head, cache, drafting, last, growth.scratch
+        shape = (config.num_layers, requests, self.stride, config.num_kv_heads, config.head_dim)
+        self.keys, self.values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        self.words = torch.zeros(requests, 1, dtype=torch.int64)  # [R, F] ancestors of the frontier, in scratch rows
+        self.used = self.depth = 0
+
+    def step(self, embeddings: Tensor, features: Tensor, slots: Tensor) -> Tensor:
+        """Return predicted features [R, F, D] of nodes with embeddings [R*F, D], their parents' features [R, F, D].
+
+        `slots` [R, F] is each node's parent in the previous frontier.
+        """
+        requests, width, _ = features.shape
+        mine = torch.ones(1, dtype=torch.int64) << torch.arange(self.used, self.used + width)
+        self.words = self.words.gather(1, slots) | mine
+        self.depth += 1
+        positions = (self.last + self.depth).repeat_interleave(width)
+        rows = self.cache.level_rows(self.drafting, self.words, self.stride)
+        here = slice(self.used, self.used + width)
+        self.used += width
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self.keys[layer, :, here] = key.view(requests, width, *key.shape[1:])
+            self.values[layer, :, here] = value.view(requests, width, *value.shape[1:])
+            return self.cache.attend_level(layer, query, self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1), rows)
+
+        return self.head(embeddings, features.flatten(0, 1), positions, attend).view(requests, width, -1)  # type: ignore[no-any-return]

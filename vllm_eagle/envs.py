@@ -1,0 +1,22 @@
+"""Every environment variable this package reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Return where compiled kernels and prepared demo models are kept (`VLLM_EAGLE_CACHE`)."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_eagle"
+    return Path(os.environ.get("VLLM_EAGLE_CACHE") or default)
+
+
+def attention_override() -> str | None:
+    """Return the tree attention forced by name (`VLLM_EAGLE_ATTENTION`: `native` or `reference`), if any."""
+    return os.environ.get("VLLM_EAGLE_ATTENTION") or None
+
+
+def compiler() -> str:
+    """Return the C++ compiler for the CPU kernel (`CXX`, default `g++`)."""
+    return os.environ.get("CXX") or "g++"

@@ -1,0 +1,120 @@
+"""Refuse what cannot work, before weights load, in one line that names the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_eagle.config import KEY, Options
+from vllm_eagle.drafting.candidates import read_vocabulary
+from vllm_eagle.errors import EagleError, HeadError
+from vllm_eagle.heads.checkpoint import read_config
+from vllm_eagle.heads.config import HeadConfig
+from vllm_eagle.names import PROPOSER, WORKER
+
+TESTED = ("0.32.0",)
+"""Releases of vLLM every hook was run against."""
+
+ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Targets whose attention is full, causal and rotary throughout, and whose hidden state is what their LM head reads."""
+
+
+def is_ours(config: VllmConfig) -> bool:
+    """Tell whether this configuration speculates with trees."""
+    spec = config.speculative_config
+    return spec is not None and spec.method == "custom_class" and spec.model == PROPOSER
+
+
+def read_options(config: VllmConfig) -> Options:
+    """Read our options from `additional_config`."""
+    extra = config.additional_config
+    raw = extra.get(KEY, {}) if isinstance(extra, Mapping) else {}
+    if not isinstance(raw, Mapping):
+        raise EagleError(f'additional_config["{KEY}"] must be an object of options, not {type(raw).__name__}')
+    return Options.from_mapping(raw)
+
+
+def check_config(config: VllmConfig) -> None:
+    """Check a whole configuration; raises `EagleError` for the first thing that cannot work."""
+    extra = config.additional_config
+    if not is_ours(config):
+        if isinstance(extra, Mapping) and KEY in extra:
+            raise EagleError("tree options without a head have no effect: add --speculative-model HEAD, or remove them")
+        return
+    if vllm.__version__.split("+")[0] not in TESTED:
+        raise EagleError(f"vLLM {vllm.__version__} is not supported; install vllm=={TESTED[-1]}")
+    if not current_platform.is_cpu():
+        raise EagleError(f"trees run on vLLM's CPU backend only in this release, not on {current_platform.device_name}")
+    if config.parallel_config.worker_cls != WORKER:
+        raise EagleError(f"trees need our worker: add --worker-cls {WORKER}")
+    _check_engine(config)
+    _check_target(config)
+    options = read_options(config)
+    _check_sizes(config, options)
+    if options.model is not None:
+        _check_head(config, read_config(Path(options.model)), options.model)
+    if (file := options.vocabulary_file()) is not None:
+        read_vocabulary(file, config.model_config.get_vocab_size())
+
+
+def _check_engine(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    refused: dict[str, Any] = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--enable-dbo": parallel.use_ubatching,
+        "--async-scheduling": bool(config.scheduler_config.async_scheduling),
+        "--enable-lora": config.lora_config is not None,
+        "--kv-transfer-config": config.kv_transfer_config is not None,
+        "--kv-cache-dtype": config.cache_config.cache_dtype != "auto",
+    }
+    for flag, used in refused.items():
+        if used:
+            raise EagleError(f"{flag} is not supported together with trees; remove it, or remove --speculative-model")
+
+
+def _check_target(config: VllmConfig) -> None:
+    model = config.model_config
+    names = list(model.architectures or [])
+    if not set(names) & ARCHITECTURES:
+        raise EagleError(f"target {model.model} is {', '.join(names)}; supported: {', '.join(sorted(ARCHITECTURES))}")
+    window = getattr(model.hf_text_config, "sliding_window", None)
+    if window is not None and getattr(model.hf_text_config, "use_sliding_window", True):
+        raise EagleError(f"target {model.model} attends through a sliding window of {window}, which trees do not support")
+    if model.quantization is not None:
+        raise EagleError(f"target {model.model} is quantized ({model.quantization}), which was not tested with trees")
+
+
+def _check_sizes(config: VllmConfig, options: Options) -> None:
+    growth, spec = options.growth(), config.speculative_config
+    assert spec is not None
+    if spec.num_speculative_tokens != growth.size:
+        raise EagleError(
+            f"num_speculative_tokens={spec.num_speculative_tokens} in --speculative-config must be the tree's size, {growth.size}"
+        )
+    budget = config.scheduler_config.max_num_batched_tokens
+    if growth.size + 1 > budget:
+        raise EagleError(
+            f"a tree of {growth.size} nodes and its root do not fit --max-num-batched-tokens {budget};"
+            f" lower --speculative-tree-size or raise that"
+        )
+
+
+def _check_head(config: VllmConfig, head: HeadConfig, folder: str) -> None:
+    model = config.model_config
+    if head.hidden_size != model.get_hidden_size():
+        raise HeadError(
+            f"head {folder} has hidden size {head.hidden_size}, target {model.model} has {model.get_hidden_size()};"
+            f" it was trained for another target"
+        )
+    if head.vocab_size != model.get_vocab_size():
+        raise HeadError(
+            f"head {folder} has a vocabulary of {head.vocab_size}, target {model.model} of {model.get_vocab_size()};"
+            f" it was trained for another target"
+        )

@@ -1,0 +1,121 @@
+"""The two changes we make to vLLM at run time: flags on its command line, and an early check.
+
+Each is a class named for what it does, bound to its target, harmless when applied twice, and listed in `ledger.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_eagle.config import KEY
+from vllm_eagle.errors import EagleError
+from vllm_eagle.speculate import speculate
+
+_OPTION_OF = {
+    "speculative_model": "model",
+    "speculative_tree_size": "tree_size",
+    "speculative_tree_depth": "tree_depth",
+    "speculative_tree_top_k": "tree_top_k",
+    "speculative_tree": "tree",
+    "speculative_draft_vocab": "draft_vocab",
+}
+
+
+class SpeculativeFlags:
+    """Add `--speculative-model` and the tree options to `EngineArgs`, which has no hook for a plugin's flags.
+
+    `add_cli_args` gets the flags; `from_cli_args` turns them into fields that exist already, wherever they stood on the line.
+    """
+
+    _applied = False
+
+    @classmethod
+    def apply(cls) -> None:
+        """Wrap both methods once per process."""
+        if cls._applied:
+            return
+        cls._applied = True
+        add, build = EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__
+
+        @functools.wraps(add)
+        def add_cli_args(parser: Any) -> Any:
+            parser = add(parser)
+            cls._add_to(parser)
+            return parser
+
+        @functools.wraps(build)
+        def from_cli_args(engine_args: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
+            return build(engine_args, cls._fold(args))
+
+        EngineArgs.add_cli_args = staticmethod(add_cli_args)
+        EngineArgs.from_cli_args = classmethod(from_cli_args)
+
+    @staticmethod
+    def _add_to(parser: Any) -> None:
+        group = parser.add_argument_group(
+            "Tree speculation (vllm_eagle)", "Draft a tree of tokens with an EAGLE head and verify it in one pass; same text, sooner."
+        )
+        group.add_argument("--speculative-model", metavar="HEAD", help="Folder of the EAGLE head.")
+        group.add_argument("--speculative-tree-size", type=_count, metavar="N",
+                           help="Most nodes drafted per request and step (default: 25). Fewer at high load.")  # fmt: skip
+        group.add_argument("--speculative-tree-depth", type=_count, metavar="N",
+                           help="Levels of the tree, each one pass of the head (default: 5).")  # fmt: skip
+        group.add_argument("--speculative-tree-top-k", type=_count, metavar="N",
+                           help="Nodes expanded per level, and candidates of each (default: 8).")  # fmt: skip
+        group.add_argument("--speculative-tree", metavar="PATH",
+                           help="JSON file of a static tree, a list of root-to-node paths of child ranks; replaces the three above.")  # fmt: skip
+        group.add_argument("--speculative-draft-vocab", metavar="PATH",
+                           help="JSON file of the token ids worth drafting, or 'all' (default: draft_vocab.json of the head, if any).")  # fmt: skip
+
+    @staticmethod
+    def _fold(args: argparse.Namespace) -> argparse.Namespace:
+        given = {option: value for flag, option in _OPTION_OF.items() if (value := getattr(args, flag, None)) is not None}
+        if not given:
+            return args
+        if "model" not in given:
+            raise EagleError(f"--speculative-{'-'.join(next(iter(given)).split('_'))} needs --speculative-model HEAD")
+        if getattr(args, "speculative_config", None):
+            raise EagleError("--speculative-model and --speculative-config exclude each other; use one of the two")
+        folded = argparse.Namespace(**vars(args))
+        for field, value in speculate(**given).items():
+            if field == "additional_config":
+                value = {**(getattr(args, field, None) or {}), **value}
+                if KEY in (getattr(args, field, None) or {}):
+                    raise EagleError(f'give the options as flags or in --additional-config "{KEY}", not both')
+            setattr(folded, field, value)
+        return folded
+
+
+class EarlyCheck:
+    """Check our options against the target in the front end, before processes start and weights load."""
+
+    _applied = False
+
+    @classmethod
+    def apply(cls) -> None:
+        """Wrap `EngineArgs.create_engine_config` once per process."""
+        if cls._applied:
+            return
+        cls._applied = True
+        create = EngineArgs.create_engine_config
+
+        @functools.wraps(create)
+        def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+            from vllm_eagle.integration.checks import check_config
+
+            config = create(self, *args, **kwargs)
+            check_config(config)
+            return config
+
+        EngineArgs.create_engine_config = create_engine_config
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a count; want 1 or more")
+    return value

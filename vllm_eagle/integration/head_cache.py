@@ -1,0 +1,63 @@
+"""The head's keys and values in vLLM's paged cache: its layers are vLLM attention layers like the target's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_eagle.drafting import Known
+from vllm_eagle.integration.step import Step
+from vllm_eagle.tree import TreeRows
+
+if TYPE_CHECKING:
+    from vllm_eagle.integration.runner import TreeRunner
+
+
+class PagedHeadCache:
+    """Serve one step: what became certain is written to the head's slots, guesses stay outside (see `HeadCache`)."""
+
+    def __init__(self, runner: TreeRunner, known: Known, step: Step, homes: Tensor) -> None:
+        """`homes` [T]: batch rows whose slots the newly known positions own."""
+        self.layers, self.attention = runner.drafter.layers, runner.tree_attention
+        if not self.layers:
+            return
+        group = runner.drafter.group
+        table = runner.input_batch.block_table[group.kv_cache_group_id].get_device_tensor(len(known.lengths))
+        self.slots = step.slots[group.kv_cache_group_id][homes]
+        self.context = torch.from_numpy(step.computed).to(torch.int32) + known.lengths  # [R]
+        starts = torch.cat((torch.zeros(1, dtype=torch.int32), known.lengths.cumsum(0).to(torch.int32)))
+        self.table = group.map_to_kernel_block_table(table)
+        self.metadata = group.get_metadata_builder(0).build(
+            0,
+            CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=self.context,
+                num_reqs=len(known.lengths),
+                num_actual_tokens=len(homes),
+                max_query_len=int(known.lengths.max()),
+                max_seq_len=int(self.context.max()),
+                block_table_tensor=self.table,
+                slot_mapping=self.slots,
+            ),
+        )
+
+    def attend_known(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `HeadCache`."""
+        attention = self.layers[layer]
+        attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, self.slots)
+        output = torch.empty_like(query)
+        return attention.impl.forward(attention, query, key, value, attention.kv_cache, self.metadata, output)
+
+    def level_rows(self, drafting: Tensor, words: Tensor, key_stride: int) -> TreeRows:
+        """See `HeadCache`."""
+        return TreeRows.of_level(words, key_stride, self.context[drafting], self.table[drafting].contiguous())
+
+    def attend_level(self, layer: int, query: Tensor, tree_key: Tensor, tree_value: Tensor, rows: TreeRows) -> Tensor:
+        """See `HeadCache`."""
+        attention, output = self.layers[layer], torch.empty_like(query)
+        self.attention(query, tree_key, tree_value, attention.kv_cache, rows, attention.impl.scale, output)
+        return output

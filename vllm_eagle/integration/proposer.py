@@ -1,0 +1,99 @@
+"""The class behind `method="custom_class"`: it owns the head and its attention layers; the runner asks it for trees."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from vllm_eagle.config import HEAD_DRAFTER
+from vllm_eagle.drafting import Drafter, DraftVocabulary, HeadDrafter
+from vllm_eagle.drafting.candidates import read_vocabulary
+from vllm_eagle.errors import EagleError
+from vllm_eagle.heads import EagleHead, load_head
+from vllm_eagle.integration.checks import check_config, read_options
+from vllm_eagle.integration.gemm import packed_linear, use_packed_linears
+from vllm_eagle.names import WORKER
+
+if TYPE_CHECKING:
+    from vllm_eagle.integration.runner import TreeRunner
+
+
+class TreeProposer:
+    """Load the head before serving; a step's drafting is `drafter.draft`."""
+
+    drafter: Drafter
+    group: Any
+    """vLLM's attention group of the head's layers."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """Check everything that can be checked before weights load; raises `EagleError`."""
+        if vllm_config.parallel_config.worker_cls != WORKER:
+            raise EagleError(f"trees need our worker: add --worker-cls {WORKER}")
+        check_config(vllm_config)
+        self.config, self.options = vllm_config, read_options(vllm_config)
+        self.growth = self.options.growth()
+        self.head: EagleHead | None = None
+        self.layers: list[Attention] = []
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Refuse vLLM's own call: it passes no features and has no place for a tree."""
+        raise EagleError(f"trees need our worker: add --worker-cls {WORKER}")
+
+    def load_model(self, target: nn.Module) -> None:
+        """Load the head and share the target's embedding and LM head."""
+        if self.options.model is not None:
+            self.head = load_head(self.options.model, self.config.model_config.dtype)
+            use_packed_linears(self.head)
+            self.layers = self._attention_layers(self.head)
+            drafter: Drafter | None = HeadDrafter(
+                self.head, target.embed_input_ids, self._candidates(target), self.growth
+            )
+        else:
+            drafter = None
+        if self.options.drafter != HEAD_DRAFTER:
+            drafter = _load_class(self.options.drafter)(drafter, self.growth, **self.options.drafter_options)
+        assert drafter is not None
+        self.drafter = drafter
+
+    def bind(self, runner: TreeRunner) -> None:
+        """Find the attention group that serves the head's layers, once the runner has made its groups."""
+        if self.layers:
+            name = self.layers[0].layer_name
+            self.group = next(g for groups in runner.attn_groups for g in groups if name in g.layer_names)
+
+    def _attention_layers(self, head: EagleHead) -> list[Attention]:
+        """Make the head's layers known to vLLM: they get K/V blocks in the same tables as the target's."""
+        c, parallel = head.config, self.config.parallel_config
+        first = self.config.model_config.get_num_layers(parallel)
+        with set_current_vllm_config(self.config), set_default_torch_dtype(self.config.model_config.dtype):
+            return [
+                Attention(
+                    c.num_heads, c.head_dim, c.head_dim**-0.5, c.num_kv_heads, cache_config=self.config.cache_config,
+                    prefix=f"eagle_head.layers.{first + i}.self_attn.attn",
+                )  # fmt: skip
+                for i in range(c.num_layers)
+            ]
+
+    def _candidates(self, target: Any) -> DraftVocabulary:
+        file = self.options.vocabulary_file()
+        if file is None:
+            return DraftVocabulary(target.compute_logits)
+        tokens = read_vocabulary(Path(file), self.config.model_config.get_vocab_size())
+        return DraftVocabulary(packed_linear(target.lm_head.weight[tokens]), tokens)
+
+
+def _load_class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as bad:
+        raise EagleError(f"drafter {path!r} cannot be loaded ({bad}); want the dotted path of a class") from None
+
+

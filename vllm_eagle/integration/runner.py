@@ -1,0 +1,208 @@
+"""vLLM's model runner with trees: nine overridden methods, each of them vLLM's own plus the tree's part."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_eagle.attention import TreeAttention
+from vllm_eagle.drafting import Known
+from vllm_eagle.integration.attention import Trees
+from vllm_eagle.integration.head_cache import PagedHeadCache
+from vllm_eagle.integration.proposer import TreeProposer
+from vllm_eagle.integration.sampling import LevelSampler, best_of_rows, is_plain_greedy, to_output
+from vllm_eagle.integration.startup import all_logits_processors, choose_attention
+from vllm_eagle.integration.step import Step
+from vllm_eagle.tree import DraftTree
+from vllm_eagle.verify import walk, walk_greedy
+
+logger = logging.getLogger(__name__)
+
+
+class TreeRunner(CPUModelRunner):
+    """Verify and draft trees; requests are keyed by id, their batch index is looked up anew every step."""
+
+    drafter: TreeProposer
+    tree_attention: TreeAttention
+
+    def adopt(self) -> None:
+        """Make a freshly built `CPUModelRunner` into this class (its worker builds it inline)."""
+        self._trees: dict[str, DraftTree] = {}
+        self._step: Step | None = None
+        all_logits_processors(self.vllm_config, self.device, self.input_batch)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Choose the tree attention once the cache and its layout are known."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self.tree_attention = choose_attention(self.compilation_config.static_forward_context)
+        self.drafter.bind(self)
+
+    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+        super()._on_request_state_removed(req_id, req_state)
+        self._trees.pop(req_id, None)
+
+    # Before the forward pass -------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        count, total = self.input_batch.num_reqs, scheduler_output.total_num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        tables = self.input_batch.block_table.block_tables
+        self._step = step = Step(
+            trees=[self._scheduled_tree(request, drafts.get(request)) for request in self.input_batch.req_ids],
+            starts=self.query_start_loc.np[:count].copy(),
+            counts=num_scheduled_tokens[:count],
+            computed=self.input_batch.num_computed_tokens_cpu[:count].copy(),
+            slots={group: table.slot_mapping.gpu[:total].clone() for group, table in enumerate(tables)},
+        )
+        if step.owners:
+            rows, positions = step.positions()
+            self.positions[rows] = positions
+            nodes = step.node_rows()
+            for table in tables:
+                table.slot_mapping.gpu[nodes] = -1
+        return prepared
+
+    def _scheduled_tree(self, request: str, drafts: list[int] | None) -> DraftTree | None:
+        """Return the tree behind the scheduled drafts: a prefix of the one proposed, since the scheduler may cut it."""
+        if not drafts:
+            return None
+        tree = self._trees.get(request)
+        if tree is not None and tree.nodes[: len(drafts)] == drafts:
+            return tree.prefix(len(drafts))
+        logger.warning_once("drafts of request %s are not those proposed for it; verifying them as a chain", request)  # type: ignore[attr-defined]
+        return DraftTree.build([0, *drafts], range(-1, len(drafts)))
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        step = self._step
+        if step is not None and step.owners and not kwargs.get("for_cudagraph_capture"):
+            index, others = step.positions()[0], step.others()
+            for group in (group for groups in self.attn_groups for group in groups):
+                found = metadata[group.layer_names[0]]
+                rows = step.tree_rows(found.block_table)
+                plain, plain_index = None, index
+                if others:
+                    plain_index, part = _part_of(found, others)
+                    plain = group.get_metadata_builder(0).build(0, part)
+                found.trees = Trees(self.tree_attention, rows, index, plain, plain_index)
+        self._metadata = metadata
+        return metadata, common
+
+    # After it ----------------------------------------------------------------------------------------------------
+
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        step = self._step
+        assert step is not None and logits is not None
+        metadata = self.input_batch.sampling_metadata
+        taking_part = (~self.discard_request_mask.np[: len(step.trees)]).tolist()
+        counts = np.array(spec_decode_metadata.num_draft_tokens, np.int64) + 1
+        first_rows = counts.cumsum() - counts
+        if is_plain_greedy(metadata):
+            best = best_of_rows(self.sampler.greedy_sample, logits, first_rows, counts)
+            step.walk = walk_greedy(step.trees, taking_part, best)
+            return to_output(step.walk, [])
+        outputs = [self.requests[request].output_token_ids for request in self.input_batch.req_ids]
+        sampler = LevelSampler(self.sampler, metadata, logits, first_rows, outputs)
+        with sampler.histories():
+            step.walk = walk(step.trees, taking_part, sampler)
+        return to_output(step.walk, sampler.logprobs)
+
+    def _update_states_after_model_execute(self, output_token_ids: Tensor, scheduler_output: Any) -> None:
+        super()._update_states_after_model_execute(output_token_ids, scheduler_output)
+        assert self._step is not None
+        if self._step.owners:
+            self._commit(self._step)
+
+    def _commit(self, step: Step) -> None:
+        """Write the accepted rows' K/V to the slots plain decoding would have used; the others were never written."""
+        source, target = step.accepted()
+        if len(source) == 0:
+            return
+        layers = self.compilation_config.static_forward_context
+        for group_id, groups in enumerate(self.attn_groups):
+            slots = step.slots[group_id][target]
+            for name in (name for group in groups for name in group.layer_names):
+                if (kept := self._metadata[name].trees.kept.get(name)) is not None:
+                    layer = layers[name]
+                    layer.impl.do_kv_cache_update(layer, kept[0][source], kept[1][source], layer.kv_cache, slots)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        # A discarded row drew nothing here, so there is nothing to rewind; vLLM would, and CPU generators cannot.
+        generators = self.input_batch.generators
+        hidden = {int(r): generators.pop(int(r)) for r in np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+                  if int(r) in generators}  # fmt: skip
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    # Drafting ----------------------------------------------------------------------------------------------------
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        return True  # each tree is cut to its own room instead
+
+    def propose_draft_token_ids(
+        self, scheduler_output: Any, sampled_token_ids: list[list[int]], sampling_metadata: Any, hidden_states: Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> list[list[int]]:  # fmt: skip
+        """Grow one tree per request and hand out their nodes; the structure stays here."""
+        assert self._step is not None
+        known, homes = self._known(self._step, sampled_token_ids, hidden_states)
+        cache = PagedHeadCache(self, known, self._step, homes)
+        trees = self.drafter.drafter.draft(known, cache)
+        self._trees.update(zip(known.request_ids, trees, strict=True))
+        return [tree.nodes for tree in trees]
+
+    def _known(self, step: Step, sampled: list[list[int]], hidden_states: Tensor) -> tuple[Known, Tensor]:
+        batch = self.input_batch
+        rows, homes, counts = step.known()
+        owner = np.repeat(np.arange(len(counts)), counts)
+        positions = step.computed[owner] + homes - step.starts[owner]
+        lengths = batch.num_tokens_no_spec[: len(counts)]
+        known = Known(
+            request_ids=list(batch.req_ids),
+            features=hidden_states[torch.from_numpy(rows)],
+            next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)),
+            positions=torch.from_numpy(positions.astype(np.int64)),
+            lengths=torch.from_numpy(counts),
+            rooms=[self._room(request, r, bool(sampled[r])) for r, request in enumerate(batch.req_ids)],
+            histories=[batch.token_ids_cpu[r, :length] for r, length in enumerate(lengths)],
+        )
+        return known, torch.from_numpy(homes)
+
+    def _room(self, request: str, index: int, sampled: bool) -> int:
+        """Count the nodes a request may draft: none while its prompt is unfinished or a grammar constrains it."""
+        parameters = self.requests[request].sampling_params
+        if not sampled or (parameters is not None and parameters.structured_outputs is not None):
+            return 0
+        left = self.max_model_len - 1 - int(self.input_batch.num_tokens_no_spec[index])
+        return max(0, min(left, self.num_spec_tokens))
+
+
+def _part_of(metadata: Any, requests: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:
+    """Return the batch rows of some requests, and the common metadata of a batch of them alone."""
+    chosen = torch.tensor(requests)
+    starts = metadata.query_start_loc
+    lengths = (starts[1:] - starts[:-1])[chosen]
+    index = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in requests])
+    begin = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)))
+    seq_lens = metadata.seq_lens[chosen]
+    return index, CommonAttentionMetadata(
+        query_start_loc=begin,
+        query_start_loc_cpu=begin,
+        seq_lens=seq_lens,
+        num_reqs=len(requests),
+        num_actual_tokens=len(index),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=metadata.block_table[chosen].contiguous(),
+        slot_mapping=metadata.slot_mapping[index],
+    )

@@ -1,0 +1,111 @@
+"""vLLM's sampler as the walk's `SampleLevel`: one level of all trees, with the metadata plain decoding would have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_eagle.verify import STOPPED, Walk
+
+
+class LevelSampler:
+    """Draw one token per request from the logits of its current tree row.
+
+    `outputs` are the requests' live output lists: every logits processor and penalty of vLLM reads history through
+    them, so while the walk goes on they hold what has been accepted, and are put back after it.
+    """
+
+    def __init__(
+        self, sampler: Sampler, metadata: SamplingMetadata, logits: Tensor, first_rows: NDArray[np.int64],
+        outputs: Sequence[list[int]],
+    ) -> None:  # fmt: skip
+        """`logits` [sum of rows, V]; `first_rows` [R] is each request's root row in them."""
+        self.sampler, self.metadata, self.logits = sampler, metadata, logits
+        self.first_rows, self.outputs = first_rows, outputs
+        self.logprobs: list[LogprobsTensors] = []
+
+    def __call__(self, rows: NDArray[np.int64], emitted: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """See `SampleLevel`."""
+        if any(emitted):
+            self._advance(rows, emitted)
+        here = torch.from_numpy(self.first_rows + np.maximum(rows, 0))
+        taking_part = {r: g for r, g in self.metadata.generators.items() if rows[r] != STOPPED}
+        metadata = dataclasses.replace(
+            self.metadata, generators=taking_part, spec_token_ids=[[] for _ in rows] if self.metadata.spec_token_ids else None
+        )
+        out = self.sampler(logits=self.logits[here], sampling_metadata=metadata)
+        if out.logprobs_tensors is not None:
+            self.logprobs.append(out.logprobs_tensors)
+        return out.sampled_token_ids[:, 0].numpy().astype(np.int64)  # type: ignore[no-any-return]
+
+    def _advance(self, rows: NDArray[np.int64], emitted: Sequence[Sequence[int]]) -> None:
+        """Tell the requests still walking, and the processors, of the token that took them here."""
+        for r in np.flatnonzero(rows != STOPPED):
+            self.outputs[r].append(emitted[r][-1])
+        for processor in self.metadata.logitsprocs.all:
+            processor.update_state(None)
+
+    @contextmanager
+    def histories(self) -> Iterator[None]:
+        """Restore the output lists at the end: the runner's bookkeeping appends the emitted tokens itself."""
+        lengths = [len(output) for output in self.outputs]
+        try:
+            yield
+        finally:
+            for output, length in zip(self.outputs, lengths, strict=True):
+                del output[length:]
+
+
+def is_plain_greedy(metadata: SamplingMetadata) -> bool:
+    """Tell whether every token is simply the argmax of its logits, whatever was emitted before it."""
+    holder = metadata.thinking_budget_state_holder
+    return (
+        metadata.all_greedy
+        and metadata.no_penalties
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and not (holder is not None and holder.has_tracked_requests())
+        and all(map(_is_idle, metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _is_idle(processor: object) -> bool:
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return not processor.biases
+    return False
+
+
+def best_of_rows(
+    greedy: Callable[[Tensor], Tensor], logits: Tensor, first_rows: NDArray[np.int64], counts: NDArray[np.int64]
+) -> list[NDArray[np.int64]]:
+    """Return the best token of every row, request by request."""
+    best = greedy(logits.to(torch.float32)).numpy().astype(np.int64)
+    return [best[first : first + count] for first, count in zip(first_rows, counts, strict=True)]
+
+
+def to_output(walk: Walk, logprobs: Sequence[LogprobsTensors]) -> SamplerOutput:
+    """Lay out a walk as vLLM's speculative sampler does: tokens [R, W] padded with -1, logprobs rows in that order."""
+    width = max(1, max(map(len, walk.emitted)))
+    tokens = torch.tensor([row + [STOPPED] * (width - len(row)) for row in walk.emitted], dtype=torch.int32)
+    stacked = None
+    if logprobs:
+        stacked = LogprobsTensors(*(torch.stack(level, 1).flatten(0, 1) for level in zip(*map(_tensors, logprobs), strict=True)))
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=stacked)
+
+
+def _tensors(level: LogprobsTensors) -> tuple[Tensor, Tensor, Tensor]:
+    return level.logprob_token_ids, level.logprobs, level.selected_token_ranks

@@ -1,0 +1,40 @@
+"""What the runner sets up once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.sample.logits_processor import build_logitsprocs
+
+from vllm_eagle.attention import VEC_LAYOUT, TreeAttention, choose
+from vllm_eagle.errors import EagleError
+
+
+def all_logits_processors(config: VllmConfig, device: torch.device, batch: Any) -> None:
+    """Give the batch the processors plain decoding has; under speculation vLLM builds only the first of them."""
+    plain = copy.copy(config)
+    plain.speculative_config = None
+    custom = config.model_config.logits_processors or ()
+    batch.logitsprocs = build_logitsprocs(plain, device, False, False, custom)
+    batch.logitsprocs_need_output_token_ids = bool(custom)
+
+
+def choose_attention(layers: Mapping[str, Any]) -> TreeAttention:
+    """Check the cache layout against the engine's own write op, then choose; raises `EagleError` where it differs."""
+    for layer in {layer.impl.__class__: layer for layer in layers.values() if isinstance(layer, Attention)}.values():
+        scratch = torch.zeros((2, *layer.kv_cache.shape[1:]), dtype=layer.kv_cache.dtype)
+
+        def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, layer: Any = layer) -> None:
+            layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+
+        if not VEC_LAYOUT.holds(write, scratch):
+            raise EagleError(
+                f"this CPU stores K/V in a layout we do not know (isa {layer.isa}, {layer.kv_cache.dtype}); use --dtype float32"
+            )
+    return choose()

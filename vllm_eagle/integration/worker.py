@@ -1,0 +1,24 @@
+"""vLLM's CPU worker with our runner. Its runner is built inline, hence the change of class right after."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_eagle.errors import EagleError
+from vllm_eagle.integration.runner import TreeRunner
+from vllm_eagle.names import ATTENTION_BACKEND
+
+
+class CPUTreeWorker(CPUWorker):
+    """Serve trees on CPU; name it with `--worker-cls`."""
+
+    def init_device(self) -> None:
+        """Build vLLM's runner, then adopt it; raises `EagleError` if vLLM built another one."""
+        register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION_BACKEND)
+        super().init_device()
+        if type(self.model_runner) is not CPUModelRunner:
+            raise EagleError(f"trees need vLLM's V1 CPU runner, not {type(self.model_runner).__name__}")
+        self.model_runner.__class__ = TreeRunner
+        self.model_runner.adopt()

@@ -1,0 +1,39 @@
+"""The offline way in: keyword arguments for `vllm.LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_eagle.names import PROPOSER, WORKER
+
+
+def speculate(
+    model: str | None = None,
+    *,
+    tree_size: int | None = None,
+    tree_depth: int | None = None,
+    tree_top_k: int | None = None,
+    tree: str | None = None,
+    draft_vocab: str | None = None,
+    drafter: str | None = None,
+    drafter_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return keyword arguments that make `vllm.LLM(...)` speculate with the EAGLE head in the folder `model`.
+
+    `tree_size` nodes at most (default 25), `tree_depth` levels (5), `tree_top_k` nodes expanded per level (8); or `tree`,
+    the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all". `drafter`: dotted path
+    of another drafter class, with its `drafter_options`. Raises `EagleError`.
+    """
+    from vllm_eagle.config import KEY, Options  # torch is heavy: a process that only imports us must not pay for it
+
+    given = {
+        "model": model, "tree_size": tree_size, "tree_depth": tree_depth, "tree_top_k": tree_top_k, "tree": tree,
+        "draft_vocab": draft_vocab, "drafter": drafter, "drafter_options": drafter_options,
+    }  # fmt: skip
+    options = Options.from_mapping({key: value for key, value in given.items() if value is not None})
+    return {
+        "worker_cls": WORKER,
+        "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": options.growth().size},
+        "additional_config": {KEY: options.to_mapping()},
+    }

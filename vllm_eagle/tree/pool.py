@@ -1,0 +1,76 @@
+"""The candidates of one drafting step, for all requests at once.
+
+Shapes: `R` requests, `F` frontier nodes, `k` candidates of a node, `P` candidates of a request so far, `N` kept.
+Frontier slot 0 of level 1 is the root.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_eagle.tree.draft_tree import DraftTree
+from vllm_eagle.tree.growth import Growth
+
+
+class CandidatePool:
+    """Collect candidates level by level and hand out the next frontier; at the end, the trees."""
+
+    def __init__(self, growth: Growth, requests: int) -> None:
+        self.growth = growth
+        self.level = 0
+        self._frontier = torch.full((requests, 1), -1)  # [R, F] pool index of each frontier node, -1 for the root
+        self._value = torch.zeros(requests, 1)  # [R, F] log path value of each frontier node
+        self._tokens: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._size = self._start = self._width = 0
+
+    def add(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """Take the best `k` children of every frontier node: tokens [R, F, k], log-probabilities [R, F, k]."""
+        requests, _, self._width = tokens.shape
+        # A probability is at most 1; rounding must not make a child worth more than its parent.
+        values = self._value.unsqueeze(-1) + logprobs.clamp(max=0.0)
+        self.level += 1
+        self._start = self._size
+        self._tokens.append(tokens.reshape(requests, -1))
+        self._values.append(values.reshape(requests, -1))
+        self._parents.append(self._frontier.repeat_interleave(self._width, dim=1))
+        self._size += self._tokens[-1].shape[1]
+
+    def expand(self) -> tuple[Tensor, Tensor]:
+        """Choose the next frontier; returns its tokens [R, F'] and the frontier slot of each one's parent [R, F']."""
+        chosen = self.growth.expand(self.level, self._values[-1])
+        self._frontier = chosen + self._start
+        self._value = self._values[-1].gather(1, chosen)
+        return self._tokens[-1].gather(1, chosen), chosen // self._width
+
+    def trees(self, roots: Tensor) -> list[DraftTree]:
+        """Keep what the policy keeps; `roots` [R] are the certain tokens the trees hang from."""
+        tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)  # [R, P]
+        kept = self.growth.keep(torch.cat(self._values, 1))  # [R, N]
+        requests, nodes = kept.shape
+        rows = torch.arange(1, nodes + 1).expand(requests, -1)
+        row_of = torch.zeros(requests, tokens.shape[1] + 1, dtype=torch.long)  # column 0 is the root's, row 0
+        row_of.scatter_(1, kept + 1, rows)
+        parent = row_of.gather(1, parents.gather(1, kept) + 1)  # [R, N] rows
+        return _assemble(roots, tokens.gather(1, kept), parent)
+
+
+def _assemble(roots: Tensor, tokens: Tensor, parent: Tensor) -> list[DraftTree]:
+    """Derive depths and ancestor words by walking all rows up together, once per level."""
+    requests, nodes = tokens.shape
+    all_tokens = torch.cat((roots.unsqueeze(1), tokens), 1)  # [R, 1+N]
+    up = torch.cat((torch.zeros(requests, 1, dtype=torch.long), parent), 1)  # [R, 1+N], the root points to itself
+    bits = (torch.ones(1, dtype=torch.long) << torch.arange(nodes + 1)).expand(requests, -1)
+    depths, words, here = torch.zeros_like(up), bits.clone(), up.clone()
+    here[:, 0] = 0
+    at = torch.arange(nodes + 1).expand(requests, -1)
+    while bool((at != 0).any()):
+        depths += at != 0
+        words |= bits.gather(1, here)
+        at, here = here, up.gather(1, here)
+    parents = up.clone()
+    parents[:, 0] = -1
+    columns = (all_tokens.int().numpy(), parents.int().numpy(), depths.int().numpy(), words.numpy())
+    return [DraftTree(*(column[r] for column in columns)) for r in range(requests)]

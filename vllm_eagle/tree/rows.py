@@ -1,0 +1,57 @@
+"""Where the trees of a batch lie among the rows of one forward pass, and what each row may see.
+
+The one input of every tree attention: of the target (verification) and of the head (drafting).
+`R` trees, `T` tree rows of all trees, `B` blocks of the longest context.
+
+    row of tree r, number i:   query   query_start[r] + i
+                               sees    context positions 0 .. context_len[r]-1 of block_table[r]
+                               and     key rows key_start[r] + j   for every bit j of words[first_word[r] + i]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_eagle.tree.draft_tree import DraftTree
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Describe the tree rows of a batch; all tensors int32 on the CPU but `words` (int64)."""
+
+    query_start: Tensor  # [R] first query row
+    num_rows: Tensor  # [R] query rows
+    first_word: Tensor  # [R] cumulative sum of num_rows, from 0
+    key_start: Tensor  # [R] first tree K/V row
+    context_len: Tensor  # [R] tokens in the paged cache that every row of the tree sees
+    block_table: Tensor  # [R, B] blocks of the context
+    words: Tensor  # [T] bit j: tree K/V row key_start + j is the row itself or an ancestor
+
+    @classmethod
+    def of_trees(cls, trees: Sequence[DraftTree], starts: Tensor, context_len: Tensor, block_table: Tensor) -> TreeRows:
+        """Lay out the trees to verify: rows root first from `starts` [R], K/V rows beside their queries."""
+        counts = torch.tensor([tree.size + 1 for tree in trees], dtype=torch.int32)
+        words = torch.cat([torch.from_numpy(tree.words) for tree in trees])
+        return cls(starts, counts, _exclusive_sum(counts), starts, context_len, block_table, words)
+
+    @classmethod
+    def of_level(cls, words: Tensor, key_stride: int, context_len: Tensor, block_table: Tensor) -> TreeRows:
+        """Lay out one level being drafted: `words` [R, F], scratch K/V of `key_stride` rows a request."""
+        requests, width = words.shape
+        index = torch.arange(requests, dtype=torch.int32)
+        counts = torch.full((requests,), width, dtype=torch.int32)
+        return cls(index * width, counts, index * width, index * key_stride, context_len, block_table, words.reshape(-1))
+
+    def on(self, block_table: Tensor) -> TreeRows:
+        """Return the same rows over the blocks of another K/V cache group."""
+        return TreeRows(
+            self.query_start, self.num_rows, self.first_word, self.key_start, self.context_len, block_table, self.words
+        )
+
+
+def _exclusive_sum(counts: Tensor) -> Tensor:
+    return (counts.cumsum(0) - counts).to(torch.int32)
