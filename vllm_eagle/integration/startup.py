@@ -14,6 +14,7 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 
 from vllm_eagle.attention import VEC_LAYOUT, TreeAttention, choose
 from vllm_eagle.errors import EagleError
+from vllm_eagle.integration.attention import TreeCPUAttentionImpl
 
 
 def all_logits_processors(config: VllmConfig, device: torch.device, batch: Any) -> None:
@@ -26,8 +27,12 @@ def all_logits_processors(config: VllmConfig, device: torch.device, batch: Any) 
 
 
 def choose_attention(layers: Mapping[str, Any]) -> TreeAttention:
-    """Check the cache layout against the engine's own write op, then choose; raises `EagleError` where it differs."""
-    for layer in {layer.impl.__class__: layer for layer in layers.values() if isinstance(layer, Attention)}.values():
+    """Check every layer's class, and the cache layout against the engine's own write op, then choose; raises `EagleError`."""
+    attention = [layer for layer in layers.values() if isinstance(layer, Attention)]
+    for layer in attention:
+        if type(layer.impl) is not TreeCPUAttentionImpl:
+            raise EagleError(f"layer {layer.layer_name} attends through {type(layer.impl).__name__}, which cannot verify trees")
+    for layer in {layer.kv_cache.shape[1:]: layer for layer in attention}.values():
         scratch = torch.zeros((2, *layer.kv_cache.shape[1:]), dtype=layer.kv_cache.dtype)
 
         def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, layer: Any = layer) -> None:

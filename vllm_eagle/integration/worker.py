@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -17,6 +18,7 @@ class CPUTreeWorker(CPUWorker):
     def init_device(self) -> None:
         """Build vLLM's runner, then adopt it; raises `EagleError` if vLLM built another one."""
         register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION_BACKEND)
+        _cached_get_attn_backend.cache_clear()  # an earlier engine of this process has asked already
         super().init_device()
         if type(self.model_runner) is not CPUModelRunner:
             raise EagleError(f"trees need vLLM's V1 CPU runner, not {type(self.model_runner).__name__}")

@@ -1,0 +1,32 @@
+"""Models and engines shared by tests: each is made once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from vllm_eagle.testing import tiny_target
+
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from vllm_eagle.testing import tiny_head
+
+    return tiny_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return Path(__file__).parent.parent

@@ -1,0 +1,38 @@
+"""The drafting loop as the paper defines it: no cache, the whole prefix each time. The specification of `HeadDrafter`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vllm_eagle.heads import EagleHead
+
+
+def path_features(
+    head: EagleHead, embed: Callable[[Tensor], Tensor], features: Tensor, tokens: Tensor, path: list[int]
+) -> Tensor:
+    """Return the features the head predicts for the root and every node of a root-to-node path, [1+len(path), D].
+
+    `features` [L, D] are the target's of positions 0..L-1, `tokens` [L+1] the certain tokens, root last (EAGLE-1, figure 6):
+
+        feature   f_0  f_1  ...  f_L-1 | f^_L     f^_L+1        the last ones are the head's own
+        token     t_1  t_2  ...  t_L   | path[0]  path[1]       t_L is the root
+        output                   f^_L  | f^_L+1   f^_L+2        returned
+    """
+    known, ahead = features, tokens[1:].tolist()
+    outputs = []
+    for step in range(len(path) + 1):
+        here = torch.tensor(ahead + path[:step])
+        predicted = head(embed(here), known, torch.arange(len(here)), _causal)
+        outputs.append(predicted[-1])
+        known = torch.cat((known, predicted[-1:]))
+    return torch.stack(outputs)
+
+
+def _causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend causally over the whole prefix: query [L, H, K], key and value [L, G, K]."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

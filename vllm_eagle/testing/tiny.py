@@ -1,0 +1,44 @@
+"""Tiny random models on disk: a Llama with a word-level tokenizer, and an EAGLE head that fits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from vllm_eagle.heads import EagleHead, HeadConfig, save_head
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def tiny_target(folder: str | Path, *, vocab: int = 256, layers: int = 2, seed: int = 0, max_positions: int = 2048) -> str:
+    """Write a random Llama (hidden 64, 4 heads, 2 K/V heads of 32) with words w0, w1, ... and return the folder."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=max_positions, bos_token_id=0, eos_token_id=1,
+        pad_token_id=1, initializer_range=0.5, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w0")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_head(folder: str | Path, *, vocab: int = 256, layers: int = 1, bias: bool = True, seed: int = 1) -> str:
+    """Write a random EAGLE-1 head that fits `tiny_target` and return the folder."""
+    torch.manual_seed(seed)
+    config = HeadConfig(
+        hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=32,
+        vocab_size=vocab, rms_norm_eps=1e-6, max_positions=2048, fusion_bias=bias, qkv_bias=False,
+    )  # fmt: skip
+    head = EagleHead(config)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.15)
+    save_head(head, folder, torch.float32)
+    return str(folder)
