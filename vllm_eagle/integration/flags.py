@@ -25,6 +25,26 @@ _OPTION_OF = {
 }
 
 
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a count; want 1 or more")
+    return value
+
+
+_FLAGS = (
+    ("--speculative-model", str, "HEAD", "Folder of the EAGLE head; this alone switches trees on."),
+    ("--speculative-tree-size", _count, "N", "Most nodes drafted per request and step (default: 25). Fewer at high load."),
+    ("--speculative-tree-depth", _count, "N", "Levels of the tree, each one pass of the head (default: 5)."),
+    ("--speculative-tree-top-k", _count, "N", "Nodes expanded per level, and candidates of each (default: 8)."),
+    ("--speculative-tree", str, "PATH", "JSON file of a static tree, a list of root-to-node paths of child ranks;"
+                                        " instead of size, depth and top-k."),
+    ("--speculative-draft-vocab", str, "PATH", "JSON file of the token ids worth drafting, or 'all'"
+                                               " (default: draft_vocab.json of the head, if it has one)."),
+)  # fmt: skip
+
+
 class SpeculativeFlags:
     """Add `--speculative-model` and the tree options to `EngineArgs`, which has no hook for a plugin's flags.
 
@@ -59,17 +79,8 @@ class SpeculativeFlags:
         group = parser.add_argument_group(
             "Tree speculation (vllm_eagle)", "Draft a tree of tokens with an EAGLE head and verify it in one pass; same text, sooner."
         )
-        group.add_argument("--speculative-model", metavar="HEAD", help="Folder of the EAGLE head.")
-        group.add_argument("--speculative-tree-size", type=_count, metavar="N",
-                           help="Most nodes drafted per request and step (default: 25). Fewer at high load.")  # fmt: skip
-        group.add_argument("--speculative-tree-depth", type=_count, metavar="N",
-                           help="Levels of the tree, each one pass of the head (default: 5).")  # fmt: skip
-        group.add_argument("--speculative-tree-top-k", type=_count, metavar="N",
-                           help="Nodes expanded per level, and candidates of each (default: 8).")  # fmt: skip
-        group.add_argument("--speculative-tree", metavar="PATH",
-                           help="JSON file of a static tree, a list of root-to-node paths of child ranks; replaces the three above.")  # fmt: skip
-        group.add_argument("--speculative-draft-vocab", metavar="PATH",
-                           help="JSON file of the token ids worth drafting, or 'all' (default: draft_vocab.json of the head, if any).")  # fmt: skip
+        for flag, kind, metavar, text in _FLAGS:
+            group.add_argument(flag, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)
 
     @staticmethod
     def _fold(args: argparse.Namespace) -> argparse.Namespace:
@@ -112,10 +123,3 @@ class EarlyCheck:
             return config
 
         EngineArgs.create_engine_config = create_engine_config
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a count; want 1 or more")
-    return value

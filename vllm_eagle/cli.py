@@ -1,0 +1,43 @@
+"""The `vllm-eagle` command. Subcommands import what they need when they run: `--help` stays fast."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm_eagle.errors import EagleError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; bad input ends in one line on standard error and status 2."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments) or 0)
+    except EagleError as bad:
+        print(f"vllm-eagle: {bad}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Collect the subcommands of every room."""
+    from vllm_eagle.demo.cli import add_commands as add_demo
+
+    parser = argparse.ArgumentParser(prog="vllm-eagle", description="Tree speculative decoding with EAGLE heads for vLLM.")
+    parser.add_argument("--version", action="version", version=_version())
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_demo(subparsers)
+    try:
+        from vllm_eagle.train.cli import add_commands as add_train
+    except ImportError:
+        return parser
+    add_train(subparsers)
+    return parser
+
+
+def _version() -> str:
+    from vllm_eagle import __version__
+
+    return f"vllm-eagle {__version__}"
