@@ -1,0 +1,85 @@
+"""Reading heads: round trips, and one clear line for every way a folder can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_eagle.errors import HeadError
+from vllm_eagle.heads import HeadConfig, load_head, save_head
+from vllm_eagle.testing import tiny_head
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(tiny_head(tmp_path / "head", layers=2))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_round_trip_is_exact(folder: Path, tmp_path: Path) -> None:
+    """Catches a tensor renamed, cast or dropped between save and load."""
+    head = load_head(folder)
+    save_head(head, tmp_path / "again", torch.float32)
+    again = load_head(tmp_path / "again")
+    assert again.config == head.config
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_pickled_weights_and_a_copy_of_the_embedding(folder: Path) -> None:
+    """Catches a released head refused: weights in pytorch_model.bin, the target's embedding along with them."""
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights | {"embed_tokens.weight": torch.zeros(256, 64)}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert torch.equal(load_head(folder).fc.weight, weights["fc.weight"])
+
+
+def test_defaults_of_released_configs() -> None:
+    """Catches a meaning lost: no `bias` means a fusion bias, no K/V head count means one per head."""
+    config = HeadConfig.from_hf({"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 10,
+                                 "max_sequence_length": 77, "rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2}})  # fmt: skip
+    assert (config.fusion_bias, config.num_kv_heads, config.max_positions) == (True, 4, 77)
+    assert config.rope == {"rope_type": "linear", "rope_theta": 5.0, "factor": 2}
+
+
+def test_bad_folders(folder: Path, tmp_path: Path) -> None:
+    """Catches a wrong head loaded in silence: everything wrong is named."""
+    with pytest.raises(HeadError, match=r"no config\.json"):
+        load_head(tmp_path / "nowhere")
+    edit(folder, hidden_act="gelu")
+    with pytest.raises(HeadError, match="hidden_act='gelu'"):
+        load_head(folder)
+    edit(folder, hidden_act="silu", intermediate_size=96)
+    with pytest.raises(HeadError, match=r"mlp.* has shape \[128, 64\], its config.json implies \[96, 64\]"):
+        load_head(folder)
+    edit(folder, intermediate_size=128, bias=False)
+    with pytest.raises(HeadError, match=r"fc\.bias is not part"):
+        load_head(folder)
+    edit(folder, bias=True, num_hidden_layers=3)
+    with pytest.raises(HeadError, match=r"layers\.2\..* is missing"):
+        load_head(folder)
+    edit(folder, num_hidden_layers=2)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(HeadError, match="cannot be read"):
+        load_head(folder)
+    path.unlink()
+    with pytest.raises(HeadError, match=r"no model\.safetensors"):
+        load_head(folder)
+
+
+def test_a_norm_where_eagle1_has_none(folder: Path) -> None:
+    """Catches an EAGLE-3 or chat model taken for an EAGLE-1 head."""
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"norm.weight": torch.ones(64)}, folder / "model.safetensors")
+    with pytest.raises(HeadError, match=r"norm\.weight is not part of an EAGLE-1 head"):
+        load_head(folder)
