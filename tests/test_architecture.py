@@ -12,7 +12,7 @@ import vllm_eagle
 PACKAGE = Path(vllm_eagle.__file__).parent
 # A room may import the rooms below it and itself, never one above.
 ORDER = ["errors", "envs", "names", "heads", "tree", "attention", "verify", "drafting", "config", "speculate", "testing",
-         "integration", "train", "demo", "plugin", "cli"]  # fmt: skip
+         "train", "integration", "demo", "plugin", "cli"]  # fmt: skip
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
@@ -35,7 +35,7 @@ def test_only_integration_imports_vllm() -> None:
 def test_no_upward_imports() -> None:
     """Catches a cycle between rooms."""
     for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        room = "cli" if path.name == "cli.py" else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if room in ("__init__", "setup_env"):
             continue
         for line, name in imports(path):

@@ -5,6 +5,7 @@
 """
 
 from vllm_eagle.testing.doubles import Half, Hostile, Oracle
+from vllm_eagle.testing.recording import CheckedDrafter
 from vllm_eagle.testing.tiny import tiny_head, tiny_target
 
-__all__ = ["Half", "Hostile", "Oracle", "tiny_head", "tiny_target"]
+__all__ = ["CheckedDrafter", "Half", "Hostile", "Oracle", "tiny_head", "tiny_target"]

@@ -19,7 +19,7 @@ class CandidatePool:
     def __init__(self, growth: Growth, requests: int) -> None:
         self.growth = growth
         self.level = 0
-        self._frontier = torch.full((requests, 1), -1)  # [R, F] pool index of each frontier node, -1 for the root
+        self.frontier = torch.full((requests, 1), -1)  # [R, F] pool index of each frontier node, -1 for the root
         self._value = torch.zeros(requests, 1)  # [R, F] log path value of each frontier node
         self._tokens: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -35,15 +35,26 @@ class CandidatePool:
         self._start = self._size
         self._tokens.append(tokens.reshape(requests, -1))
         self._values.append(values.reshape(requests, -1))
-        self._parents.append(self._frontier.repeat_interleave(self._width, dim=1))
+        self._parents.append(self.frontier.repeat_interleave(self._width, dim=1))
         self._size += self._tokens[-1].shape[1]
 
     def expand(self) -> tuple[Tensor, Tensor]:
         """Choose the next frontier; returns its tokens [R, F'] and the frontier slot of each one's parent [R, F']."""
         chosen = self.growth.expand(self.level, self._values[-1])
-        self._frontier = chosen + self._start
+        self.frontier = chosen + self._start
         self._value = self._values[-1].gather(1, chosen)
         return self._tokens[-1].gather(1, chosen), chosen // self._width
+
+    def path(self, request: int, candidate: int) -> list[int]:
+        """Return the tokens from below the root down to a candidate (pool index; -1, the root, has none)."""
+        found: list[int] = []
+        if candidate < 0:
+            return found
+        tokens, parents = torch.cat(self._tokens, 1)[request], torch.cat(self._parents, 1)[request]
+        while candidate >= 0:
+            found.append(int(tokens[candidate]))
+            candidate = int(parents[candidate])
+        return found[::-1]
 
     def trees(self, roots: Tensor) -> list[DraftTree]:
         """Keep what the policy keeps; `roots` [R] are the certain tokens the trees hang from."""
