@@ -49,7 +49,7 @@ def main() -> int:
 
 
 class Work:
-    """Hold the engines: plain once, one tree engine at a time."""
+    """Hold the engines: plain vLLM, and one for each tree size."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -98,7 +98,7 @@ class Work:
 
         want = self.reference(mode)
         if size not in self.trees:
-            self.trees = {0: self.plain}
+            # engines stay alive: dropping one tears down the process groups all of them share
             self.trees[size] = self._engine(speculate(str(self.args.head), tree_size=size, draft_vocab=self.args.draft_vocab))
         before = drafts(self.trees[size]) if size else (0, 0)
         got, seconds = self.run(self.trees[size], mode, batch)
