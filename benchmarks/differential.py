@@ -68,9 +68,15 @@ class Work:
         from vllm import LLM
 
         return LLM(
-            str(self.args.model), dtype="float32", enforce_eager=not self.args.compile, max_model_len=2048, max_num_seqs=16,
-            disable_log_stats=False, enable_prefix_caching=False, **extra,
-        )  # fmt: skip
+            str(self.args.model),
+            dtype="float32",
+            enforce_eager=not self.args.compile,
+            max_model_len=2048,
+            max_num_seqs=16,
+            disable_log_stats=False,
+            enable_prefix_caching=False,
+            **extra,
+        )
 
     def _params(self, mode: str) -> list[Any]:
         from vllm import SamplingParams

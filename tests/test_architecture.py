@@ -11,8 +11,24 @@ import vllm_eagle
 
 PACKAGE = Path(vllm_eagle.__file__).parent
 # A room may import the rooms below it and itself, never one above.
-ORDER = ["errors", "envs", "names", "heads", "tree", "attention", "verify", "drafting", "config", "speculate", "testing",
-         "train", "integration", "demo", "plugin", "cli"]  # fmt: skip
+ORDER = [
+    "errors",
+    "envs",
+    "names",
+    "heads",
+    "tree",
+    "attention",
+    "verify",
+    "drafting",
+    "config",
+    "speculate",
+    "testing",
+    "train",
+    "integration",
+    "demo",
+    "plugin",
+    "cli",
+]
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
@@ -51,5 +67,6 @@ def test_public_surface() -> None:
 
 def test_importing_costs_nothing() -> None:
     """Catches a heavy import on the way into every vLLM process: no torch, no vllm, no transformers."""
-    code = "import vllm_eagle, vllm_eagle.plugin, sys; print([m for m in ('torch', 'vllm', 'transformers', 'numpy') if m in sys.modules])"
+    heavy = ("torch", "vllm", "transformers", "numpy")
+    code = f"import vllm_eagle, vllm_eagle.plugin, sys; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -41,3 +41,7 @@ def _version() -> str:
     from vllm_eagle import __version__
 
     return f"vllm-eagle {__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

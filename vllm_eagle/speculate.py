@@ -28,9 +28,15 @@ def speculate(
     from vllm_eagle.config import KEY, Options  # torch is heavy: a process that only imports us must not pay for it
 
     given = {
-        "model": model, "tree_size": tree_size, "tree_depth": tree_depth, "tree_top_k": tree_top_k, "tree": tree,
-        "draft_vocab": draft_vocab, "drafter": drafter, "drafter_options": drafter_options,
-    }  # fmt: skip
+        "model": model,
+        "tree_size": tree_size,
+        "tree_depth": tree_depth,
+        "tree_top_k": tree_top_k,
+        "tree": tree,
+        "draft_vocab": draft_vocab,
+        "drafter": drafter,
+        "drafter_options": drafter_options,
+    }
     options = Options.from_mapping({key: value for key, value in given.items() if value is not None})
     return {
         "worker_cls": WORKER,

@@ -50,8 +50,12 @@ def test_masked_garbage_does_not_leak() -> None:
     keys, values = torch.randn(5, 1, 32), torch.randn(5, 1, 32)
     cache.view(2, 1, 2, -1)[1, :, 0].view(1, 32, 32)[:, :, :5] = keys.permute(1, 2, 0)
     cache.view(2, 1, 2, -1)[1, :, 1].view(1, 32, 32)[:, :5] = values.transpose(0, 1)
-    rows = TreeRows.of_trees([DraftTree.build([1], [-1])], torch.tensor([0], dtype=torch.int32),
-                             torch.tensor([5], dtype=torch.int32), torch.tensor([[1]], dtype=torch.int32))
+    rows = TreeRows.of_trees(
+        [DraftTree.build([1], [-1])],
+        torch.tensor([0], dtype=torch.int32),
+        torch.tensor([5], dtype=torch.int32),
+        torch.tensor([[1]], dtype=torch.int32),
+    )
     query, key, value, got = (torch.randn(1, 1, 32) for _ in range(4))
     NativeTreeAttention()(query, key, value, cache, rows, 0.2, got)
     all_keys, all_values = torch.cat((keys, key))[:, 0], torch.cat((values, value))[:, 0]

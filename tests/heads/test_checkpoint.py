@@ -45,8 +45,17 @@ def test_pickled_weights_and_a_copy_of_the_embedding(folder: Path) -> None:
 
 def test_defaults_of_released_configs() -> None:
     """Catches a meaning lost: no `bias` means a fusion bias, no K/V head count means one per head."""
-    config = HeadConfig.from_hf({"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 10,
-                                 "max_sequence_length": 77, "rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2}})  # fmt: skip
+    config = HeadConfig.from_hf(
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "intermediate_size": 128,
+            "vocab_size": 10,
+            "max_sequence_length": 77,
+            "rope_theta": 5.0,
+            "rope_scaling": {"type": "linear", "factor": 2},
+        }
+    )
     assert (config.fusion_bias, config.num_kv_heads, config.max_positions) == (True, 4, 77)
     assert config.rope == {"rope_type": "linear", "rope_theta": 5.0, "factor": 2}
 

@@ -12,9 +12,15 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm_eagle.attention import VEC_LAYOUT
 
 ENGINE = {
-    "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 9, "block_size": 32,
-    "disable_log_stats": False, "enable_prefix_caching": False, "num_gpu_blocks_override": 200,
-}  # fmt: skip
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 9,
+    "block_size": 32,
+    "disable_log_stats": False,
+    "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 200,
+}
 
 
 def engine(model: str, **options: Any) -> LLM:

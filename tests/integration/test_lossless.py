@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +17,14 @@ TOKENS = 41
 
 
 @pytest.fixture(scope="module")
-def base(target: str) -> Iterator[LLM]:
-    yield engine(target)
+def base(target: str) -> LLM:
+    return engine(target)
 
 
 @pytest.fixture(scope="module")
-def tree(base: LLM, target: str, head: str) -> Iterator[LLM]:
+def tree(base: LLM, target: str, head: str) -> LLM:
     # after `base`: vLLM's counters belong to the engine made last
-    yield engine(target, **speculate(head, tree_size=63, tree_depth=5, tree_top_k=8))
+    return engine(target, **speculate(head, tree_size=63, tree_depth=5, tree_top_k=8))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,7 +113,9 @@ def test_seeded_sampling(base: LLM, tree: LLM, head_drafter: Any, temperature: f
     """Catches random draws consumed by drafts, by rejected nodes or by other requests of the batch."""
     asked = prompts(LENGTHS)
     params = [
-        SamplingParams(temperature=temperature if i % 3 else 0, seed=i, max_tokens=TOKENS, ignore_eos=True, top_p=0.9 if i % 2 else 1)
+        SamplingParams(
+            temperature=temperature if i % 3 else 0, seed=i, max_tokens=TOKENS, ignore_eos=True, top_p=0.9 if i % 2 else 1
+        )
         for i in range(len(asked))
     ]
     outs = generate(base, asked, params)

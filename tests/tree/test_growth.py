@@ -54,7 +54,10 @@ def test_dynamic_keeps_the_best() -> None:
         sets = [c for c in itertools.combinations(values, 4) if all(len(n) == 1 or n[:1] in c for n in c)]
         best = max(sum(map(values.__getitem__, c)) for c in sets)
         tokens, parents = trees[0].tokens, trees[0].parents
-        kept = [(int(t) - 100,) if p == 0 else (int(tokens[p]) - 100, int(t) - 200) for t, p in zip(tokens[1:], parents[1:], strict=True)]
+        kept = [
+            (int(t) - 100,) if p == 0 else (int(tokens[p]) - 100, int(t) - 200)
+            for t, p in zip(tokens[1:], parents[1:], strict=True)
+        ]
         assert sum(values[node] for node in kept) == pytest.approx(best)
 
 
@@ -94,9 +97,15 @@ def test_shipped_trees(repository: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "depth", "top_k", "message"),
-    [(0, 5, 8, "tree_size=0"), (64, 5, 8, "limit of 63"), (5, 0, 8, "tree_depth=0"), (5, 17, 1, "tree_depth=17"),
-     (5, 5, 0, "tree_top_k=0"), (25, 9, 8, "expands 64 nodes")],
-)  # fmt: skip
+    [
+        (0, 5, 8, "tree_size=0"),
+        (64, 5, 8, "limit of 63"),
+        (5, 0, 8, "tree_depth=0"),
+        (5, 17, 1, "tree_depth=17"),
+        (5, 5, 0, "tree_top_k=0"),
+        (25, 9, 8, "expands 64 nodes"),
+    ],
+)
 def test_limits(size: int, depth: int, top_k: int, message: str) -> None:
     """Catches a shape outside the limits that would fail later, inside a step."""
     with pytest.raises(TreeError, match=message):
@@ -105,9 +114,15 @@ def test_limits(size: int, depth: int, top_k: int, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("[[0, 0]]", r"path \[0, 0\] has no parent"), ("[]", "at least 1 path"), ("[[-1]]", "ranks from 0"), ("{}", "want a list"),
-     ("[[0]", "not valid JSON"), (json.dumps([[i] for i in range(64)]), "over the limit")],
-)  # fmt: skip
+    [
+        ("[[0, 0]]", r"path \[0, 0\] has no parent"),
+        ("[]", "at least 1 path"),
+        ("[[-1]]", "ranks from 0"),
+        ("{}", "want a list"),
+        ("[[0]", "not valid JSON"),
+        (json.dumps([[i] for i in range(64)]), "over the limit"),
+    ],
+)
 def test_bad_static_files(tmp_path: Path, content: str, message: str) -> None:
     """Catches a bad file reported without its name."""
     file = tmp_path / "tree.json"

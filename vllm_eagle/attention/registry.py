@@ -30,7 +30,9 @@ def choose() -> TreeAttention:
     except OSError as failed:
         if wanted == "native":
             raise EagleError(f"VLLM_EAGLE_ATTENTION=native, but the kernel cannot be built: {failed}") from None
-        logger.warning("tree attention: reference, slow (the native kernel cannot be built: %s); install g++ or set CXX", failed)
+        logger.warning(
+            "tree attention: reference, slow (the native kernel cannot be built: %s); install g++ or set CXX", failed
+        )
         return ReferenceTreeAttention(VEC_LAYOUT)
     logger.info("tree attention: native")
     return kernel

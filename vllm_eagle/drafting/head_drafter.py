@@ -20,9 +20,12 @@ class HeadDrafter:
     """Grow trees from the head's own probabilities."""
 
     def __init__(
-        self, head: EagleHead, embed: Callable[[Tensor], Tensor], candidates: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+        self,
+        head: EagleHead,
+        embed: Callable[[Tensor], Tensor],
+        candidates: Callable[[Tensor, int], tuple[Tensor, Tensor]],
         growth: Growth,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`embed` maps tokens [n] to [n, D]; `candidates` maps features [n, D] and k to tokens and log-probs [n, k]."""
         self.head, self.embed, self.candidates, self.growth = head, embed, candidates, growth
 

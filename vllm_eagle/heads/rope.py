@@ -36,7 +36,9 @@ class Rotary(nn.Module):
             )
             inv_freq, self.scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         else:
-            raise HeadError(f"rope_type={kind!r} of the head is unknown; known: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
+            raise HeadError(
+                f"rope_type={kind!r} of the head is unknown; known: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+            )
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,9 +30,17 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     """Send tree rows to tree attention and everything else to vLLM's op."""
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
-        *args: Any, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         """See `CPUAttentionBackendImpl.forward`."""
         trees: Trees | None = getattr(attn_metadata, "trees", None)
         if trees is None:

@@ -96,7 +96,8 @@ def _check_sizes(config: VllmConfig, options: Options) -> None:
     assert spec is not None
     if spec.num_speculative_tokens != growth.size:
         raise EagleError(
-            f"num_speculative_tokens={spec.num_speculative_tokens} in --speculative-config must be the tree's size, {growth.size}"
+            f"num_speculative_tokens={spec.num_speculative_tokens} in --speculative-config must be the tree's size,"
+            f" {growth.size}"
         )
     budget = config.scheduler_config.max_num_batched_tokens
     if growth.size + 1 > budget:

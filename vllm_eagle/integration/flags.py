@@ -25,7 +25,6 @@ _OPTION_OF = {
 }
 
 
-
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -38,11 +37,19 @@ _FLAGS = (
     ("--speculative-tree-size", _count, "N", "Most nodes drafted per request and step (default: 25). Fewer at high load."),
     ("--speculative-tree-depth", _count, "N", "Levels of the tree, each one pass of the head (default: 5)."),
     ("--speculative-tree-top-k", _count, "N", "Nodes expanded per level, and candidates of each (default: 8)."),
-    ("--speculative-tree", str, "PATH", "JSON file of a static tree, a list of root-to-node paths of child ranks;"
-                                        " instead of size, depth and top-k."),
-    ("--speculative-draft-vocab", str, "PATH", "JSON file of the token ids worth drafting, or 'all'"
-                                               " (default: draft_vocab.json of the head, if it has one)."),
-)  # fmt: skip
+    (
+        "--speculative-tree",
+        str,
+        "PATH",
+        "JSON file of a static tree, a list of root-to-node paths of child ranks; instead of size, depth and top-k.",
+    ),
+    (
+        "--speculative-draft-vocab",
+        str,
+        "PATH",
+        "JSON file of the token ids worth drafting, or 'all' (default: draft_vocab.json of the head, if it has one).",
+    ),
+)
 
 
 class SpeculativeFlags:
@@ -77,7 +84,8 @@ class SpeculativeFlags:
     @staticmethod
     def _add_to(parser: Any) -> None:
         group = parser.add_argument_group(
-            "Tree speculation (vllm_eagle)", "Draft a tree of tokens with an EAGLE head and verify it in one pass; same text, sooner."
+            "Tree speculation (vllm_eagle)",
+            "Draft a tree of tokens with an EAGLE head and verify it in one pass; same text, sooner.",
         )
         for flag, kind, metavar, text in _FLAGS:
             group.add_argument(flag, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)

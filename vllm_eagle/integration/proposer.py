@@ -6,8 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -52,9 +51,7 @@ class TreeProposer:
             self.head = load_head(self.options.model, self.config.model_config.dtype)
             use_packed_linears(self.head)
             self.layers = self._attention_layers(self.head)
-            drafter: Drafter | None = HeadDrafter(
-                self.head, target.embed_input_ids, self._candidates(target), self.growth
-            )
+            drafter: Drafter | None = HeadDrafter(self.head, target.embed_input_ids, self._candidates(target), self.growth)
         else:
             drafter = None
         if self.options.drafter != HEAD_DRAFTER:
@@ -75,9 +72,13 @@ class TreeProposer:
         with set_current_vllm_config(self.config), set_default_torch_dtype(self.config.model_config.dtype):
             return [
                 Attention(
-                    c.num_heads, c.head_dim, c.head_dim**-0.5, c.num_kv_heads, cache_config=self.config.cache_config,
+                    c.num_heads,
+                    c.head_dim,
+                    c.head_dim**-0.5,
+                    c.num_kv_heads,
+                    cache_config=self.config.cache_config,
                     prefix=f"eagle_head.layers.{first + i}.self_attn.attn",
-                )  # fmt: skip
+                )
                 for i in range(c.num_layers)
             ]
 
@@ -95,5 +96,3 @@ def _load_class(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as bad:
         raise EagleError(f"drafter {path!r} cannot be loaded ({bad}); want the dotted path of a class") from None
-
-

@@ -137,8 +137,11 @@ class TreeRunner(CPUModelRunner):
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         # A discarded row drew nothing here, so there is nothing to rewind; vLLM would, and CPU generators cannot.
         generators = self.input_batch.generators
-        hidden = {int(r): generators.pop(int(r)) for r in np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
-                  if int(r) in generators}  # fmt: skip
+        hidden = {
+            int(r): generators.pop(int(r))
+            for r in np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+            if int(r) in generators
+        }
         try:
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:
@@ -150,9 +153,14 @@ class TreeRunner(CPUModelRunner):
         return True  # each tree is cut to its own room instead
 
     def propose_draft_token_ids(
-        self, scheduler_output: Any, sampled_token_ids: list[list[int]], sampling_metadata: Any, hidden_states: Tensor,
-        *args: Any, **kwargs: Any,
-    ) -> list[list[int]]:  # fmt: skip
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[list[int]]:
         """Grow one tree per request and hand out their nodes; the structure stays here."""
         assert self._step is not None
         known, homes = self._known(self._step, sampled_token_ids, hidden_states)

@@ -26,9 +26,13 @@ class LevelSampler:
     """
 
     def __init__(
-        self, sampler: Sampler, metadata: SamplingMetadata, logits: Tensor, first_rows: NDArray[np.int64],
+        self,
+        sampler: Sampler,
+        metadata: SamplingMetadata,
+        logits: Tensor,
+        first_rows: NDArray[np.int64],
         outputs: Sequence[list[int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`logits` [sum of rows, V]; `first_rows` [R] is each request's root row in them."""
         self.sampler, self.metadata, self.logits = sampler, metadata, logits
         self.first_rows, self.outputs = first_rows, outputs
@@ -103,7 +107,9 @@ def to_output(walk: Walk, logprobs: Sequence[LogprobsTensors]) -> SamplerOutput:
     tokens = torch.tensor([row + [STOPPED] * (width - len(row)) for row in walk.emitted], dtype=torch.int32)
     stacked = None
     if logprobs:
-        stacked = LogprobsTensors(*(torch.stack(level, 1).flatten(0, 1) for level in zip(*map(_tensors, logprobs), strict=True)))
+        stacked = LogprobsTensors(
+            *(torch.stack(level, 1).flatten(0, 1) for level in zip(*map(_tensors, logprobs), strict=True))
+        )
     return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=stacked)
 
 

@@ -27,9 +27,16 @@ class Oracle:
     """
 
     def __init__(
-        self, inner: Drafter | None, growth: Growth, *, texts: str | Texts, depth: int, width: int, sibling: int,
+        self,
+        inner: Drafter | None,
+        growth: Growth,
+        *,
+        texts: str | Texts,
+        depth: int,
+        width: int,
+        sibling: int,
         vocab: int = 256,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`texts`: JSON file of whole texts as token ids, or the lists themselves; `sibling` in 0..width-1."""
         if not 0 <= sibling < width:
             raise EagleError(f"sibling={sibling} is outside 0..{width - 1}")
@@ -66,7 +73,7 @@ class Oracle:
                 parents.append(decoy)
             first = len(tokens)
             wrong = [(right + 1 + (level * self.width + j) % (self.vocab - 2)) % self.vocab for j in range(self.width - 1)]
-            tokens += wrong[: self.sibling] + [right] + wrong[self.sibling :]
+            tokens += [*wrong[: self.sibling], right, *wrong[self.sibling :]]
             parents += [parent] * self.width
             parent = first + self.sibling
             decoy = -1 if self.width == 1 else first + (0 if self.sibling else 1)

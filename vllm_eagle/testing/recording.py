@@ -19,7 +19,9 @@ class CheckedDrafter(HeadDrafter):
     `worst[d]` is the largest difference of draft logits seen at depth d (0 is the root), `checked[d]` the nodes compared.
     """
 
-    def __init__(self, inner: HeadDrafter, plain: EagleHead, embed: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, inner: HeadDrafter, plain: EagleHead, embed: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
+    ) -> None:
         """`plain` holds the same weights as the drafter's head; `logits` maps features [n, D] to [n, V]."""
         super().__init__(inner.head, inner.embed, inner.candidates, inner.growth)
         self.plain, self.plain_embed, self.logits = plain, embed, logits
@@ -29,7 +31,7 @@ class CheckedDrafter(HeadDrafter):
 
     def draft(self, known: Known, cache: HeadCache) -> list[DraftTree]:
         """See `Drafter`; target features are collected request by request."""
-        for request, features in zip(known.request_ids, known.features.split(known.lengths.tolist()), strict=True):
+        for request, features in zip(known.request_ids, torch.split(known.features, known.lengths.tolist()), strict=True):
             self.features.setdefault(request, []).append(features.clone())
         self._now = [r for r, room in enumerate(known.rooms) if room > 0]
         self._known = known

@@ -22,18 +22,28 @@ def tiny_target(
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=max_positions, bos_token_id=0, eos_token_id=1,
-        pad_token_id=1, initializer_range=0.5, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=max_positions,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     for name, weight in model.state_dict().items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.mul_(damping)
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w0")
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w0")  # type: ignore[no-untyped-call]
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     return str(folder)
@@ -48,9 +58,18 @@ def tiny_head(
     """
     torch.manual_seed(seed)
     config = HeadConfig(
-        hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=32,
-        vocab_size=vocab, rms_norm_eps=1e-6, max_positions=2048, fusion_bias=bias, qkv_bias=False,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        vocab_size=vocab,
+        rms_norm_eps=1e-6,
+        max_positions=2048,
+        fusion_bias=bias,
+        qkv_bias=False,
+    )
     head = EagleHead(config)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.02 if copies else 0.08)

@@ -1,0 +1,59 @@
+"""The command `vllm-eagle demo`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+_ABOUT = """\
+Answer a few prompts twice, with plain vLLM and with trees, side by side in one process; the text streams as it is
+written. Ends with a table: tokens per second of both, their ratio, the mean accepted length, and whether the texts are
+identical. Without options it uses SmolLM2-135M-Instruct and the head that comes with the repository.
+"""
+
+
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `demo`."""
+    command = subparsers.add_parser(
+        "demo",
+        help="answer a few prompts with and without trees",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--model", type=Path, help="folder of the target (default: SmolLM2-135M-Instruct, prepared on first use)"
+    )
+    command.add_argument("--head", type=Path, help="folder of its EAGLE head (default: the one in examples/heads)")
+    command.add_argument("--tree-size", type=int, default=12, metavar="N", help="most nodes of a tree (default: %(default)s)")
+    command.add_argument("--tree-depth", type=int, default=4, metavar="N", help="levels of the tree (default: %(default)s)")
+    command.add_argument("--tokens", type=int, default=96, metavar="N", help="length of an answer (default: %(default)s)")
+    command.add_argument(
+        "--prompts", type=int, default=6, metavar="N", help="how many of the demo's prompts (default: %(default)s)"
+    )
+    command.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    _preload_openmp()
+    from vllm_eagle.demo.model import demo_head, demo_model
+    from vllm_eagle.demo.show import show
+
+    return show(
+        arguments.model or demo_model(),
+        arguments.head or demo_head(),
+        tree_size=arguments.tree_size,
+        tree_depth=arguments.tree_depth,
+        tokens=arguments.tokens,
+        count=arguments.prompts,
+    )
+
+
+def _preload_openmp() -> None:
+    """Start again with Intel's OpenMP in LD_PRELOAD, as vLLM asks for on x86; the same for both contestants."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    loaded = os.environ.get("LD_PRELOAD", "")
+    if library.is_file() and "libiomp5" not in loaded:
+        os.environ["LD_PRELOAD"] = f"{library}:{loaded}".rstrip(":")
+        os.execv(sys.executable, [sys.executable, "-m", "vllm_eagle.cli", *sys.argv[1:]])

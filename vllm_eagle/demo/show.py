@@ -1,0 +1,64 @@
+"""Run both contestants, prompt by prompt in turn, and print what happened."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a short letter to a friend who has just moved to another city.",
+    "What should I take with me on a three-day walk in the mountains?",
+    "Write a Python function that counts the vowels in a string.",
+    "Tell me a short story about a lighthouse keeper and a lost ship.",
+    "What is the difference between a river and a canal?",
+    "Give me five ideas for a cheap birthday party.",
+    "How does a refrigerator keep food cold?",
+)
+
+
+def show(model: Path, head: Path, *, tree_size: int, tree_depth: int, tokens: int, count: int) -> int:
+    """Answer `count` prompts with both, stream the texts, print the table; return 0 if all texts are identical."""
+    from vllm_eagle.integration.session import Session
+
+    print("starting plain vLLM and vLLM with trees (about 20 seconds)", flush=True)
+    plain = Session(model, tokens)
+    tree = Session(model, tokens, head=head, tree_size=tree_size, tree_depth=tree_depth)
+    for session in (plain, tree):
+        session.answer("Hello!", limit=8)  # both warm
+    seconds, written = {plain: 0.0, tree: 0.0}, {plain: 0, tree: 0}
+    identical, steps = 0, 0
+    for number, prompt in enumerate(PROMPTS[:count]):
+        print(f"\n\033[1m{prompt}\033[0m", flush=True)
+        order = (plain, tree) if number % 2 == 0 else (tree, plain)
+        texts = {}
+        for session in order:
+            answer = session.answer(prompt, on_text=_print if session is tree else None)
+            seconds[session] += answer.seconds
+            written[session] += len(answer.ids)
+            steps += answer.steps if session is tree else 0
+            texts[session] = answer.ids
+        identical += texts[plain] == texts[tree]
+    answered = min(count, len(PROMPTS))
+    rates = [written[s] / seconds[s] for s in (plain, tree)]
+    print(_table(rates, (written[tree] - answered) / max(1, steps), tree_size, identical, answered))
+    return 0 if identical == answered else 1
+
+
+def _print(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _table(rates: list[float], accepted: float, tree_size: int, identical: int, answered: int) -> str:
+    return textwrap.dedent(f"""
+
+        {"":24}{"tokens/s":>10}{"ratio":>8}{"tokens per step":>18}
+        {"plain vLLM":24}{rates[0]:>10.1f}{1:>8.2f}{1:>18.2f}
+        {f"trees of {tree_size} nodes":24}{rates[1]:>10.1f}{rates[1] / rates[0]:>8.2f}{accepted:>18.2f}
+        texts identical: {identical} of {answered}
+    """)
