@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from vllm_eagle.errors import HeadError
 from vllm_eagle.heads.config import HeadConfig
@@ -31,18 +32,32 @@ def read_config(folder: Path) -> HeadConfig:
     return HeadConfig.from_hf(raw, str(path))
 
 
+def check_folder(folder: Path) -> HeadConfig:
+    """Check everything about a head that costs no weight read: its configuration, tensor names and shapes.
+
+    Raises `HeadError`; a `pytorch_model.bin` keeps its names to itself until it is loaded.
+    """
+    config = read_config(folder)
+    if (safe := folder / "model.safetensors").is_file():
+        with _readable(folder), safe_open(safe, framework="pt") as file:
+            shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        _check_tensors(folder, _expected(config), shapes)
+    elif not (folder / "pytorch_model.bin").is_file():
+        raise HeadError(f"no model.safetensors or pytorch_model.bin in {folder}")
+    return config
+
+
 def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> EagleHead:
     """Load a head for inference in `dtype`; every tensor of the file is used, or named in the `HeadError` raised."""
     folder = Path(folder)
-    config = read_config(folder)
-    weights = _read_weights(folder)
-    with torch.device("meta"):
-        head = EagleHead(config)
-    expected = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    _check_names(folder, set(expected), set(weights) - _SHARED)
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise HeadError(f"{folder}: {name} has shape {list(weights[name].shape)}, its config.json implies {list(shape)}")
+    config = check_folder(folder)
+    with _readable(folder):
+        if (safe := folder / "model.safetensors").is_file():
+            weights = load_file(safe)
+        else:
+            weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    expected = _expected(config)
+    _check_tensors(folder, expected, {name: tensor.shape for name, tensor in weights.items()})
     head = EagleHead(config)
     head.load_state_dict({name: weights[name] for name in expected})
     return head.to(dtype).eval().requires_grad_(False)
@@ -58,21 +73,25 @@ def save_head(head: EagleHead, folder: str | Path, dtype: torch.dtype = torch.bf
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _read_weights(folder: Path) -> Mapping[str, Tensor]:
-    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
     try:
-        if safe.is_file():
-            return load_file(safe)
-        if pickled.is_file():
-            return torch.load(pickled, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-    except (SafetensorError, RuntimeError, OSError) as bad:
+        yield
+    except (SafetensorError, RuntimeError, OSError, UnpicklingError) as bad:
         raise HeadError(f"{folder}: the weight file cannot be read ({bad}); copy it again") from None
-    raise HeadError(f"no model.safetensors or pytorch_model.bin in {folder}")
 
 
-def _check_names(folder: Path, expected: set[str], found: set[str]) -> None:
-    missing, unused = sorted(expected - found), sorted(found - expected)
+def _expected(config: HeadConfig) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in EagleHead(config).state_dict().items()}
+
+
+def _check_tensors(folder: Path, expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
+    missing, unused = sorted(set(expected) - set(found)), sorted(set(found) - set(expected) - _SHARED)
     if missing:
         raise HeadError(f"{folder}: tensor {', '.join(missing)} is missing for an EAGLE-1 head of this config.json")
     if unused:
         raise HeadError(f"{folder}: tensor {', '.join(unused)} is not part of an EAGLE-1 head; remove it or fix config.json")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise HeadError(f"{folder}: {name} has shape {list(found[name])}, its config.json implies {list(shape)}")

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm_eagle.config import KEY, Options
 from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError, HeadError
-from vllm_eagle.heads.checkpoint import read_config
+from vllm_eagle.heads.checkpoint import check_folder
 from vllm_eagle.heads.config import HeadConfig
 from vllm_eagle.names import PROPOSER, WORKER
 
@@ -57,7 +57,7 @@ def check_config(config: VllmConfig) -> None:
     options = read_options(config)
     _check_sizes(config, options)
     if options.model is not None:
-        _check_head(config, read_config(Path(options.model)), options.model)
+        _check_head(config, check_folder(Path(options.model)), options.model)
     if (file := options.vocabulary_file()) is not None:
         read_vocabulary(file, config.model_config.get_vocab_size())
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
+from types import TracebackType
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -95,8 +97,9 @@ class SpeculativeFlags:
         given = {option: value for flag, option in _OPTION_OF.items() if (value := getattr(args, flag, None)) is not None}
         if not given:
             return args
+        _report_in_one_line()
         if "model" not in given:
-            raise EagleError(f"--speculative-{'-'.join(next(iter(given)).split('_'))} needs --speculative-model HEAD")
+            raise EagleError(f"--speculative-{next(iter(given)).replace('_', '-')} needs --speculative-model HEAD")
         if getattr(args, "speculative_config", None):
             raise EagleError("--speculative-model and --speculative-config exclude each other; use one of the two")
         folded = argparse.Namespace(**vars(args))
@@ -107,6 +110,19 @@ class SpeculativeFlags:
                     raise EagleError(f'give the options as flags or in --additional-config "{KEY}", not both')
             setattr(folded, field, value)
         return folded
+
+
+def _report_in_one_line() -> None:
+    """Let the command line end with what is wrong instead of a traceback, for our own errors alone."""
+    usual = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, EagleError):
+            print(f"vllm: error: {error}", file=sys.stderr)
+        else:
+            usual(kind, error, traceback)
+
+    sys.excepthook = report
 
 
 class EarlyCheck:

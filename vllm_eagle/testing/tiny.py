@@ -50,7 +50,14 @@ def tiny_target(
 
 
 def tiny_head(
-    folder: str | Path, *, vocab: int = 256, layers: int = 1, bias: bool = True, seed: int = 1, copies: bool = False
+    folder: str | Path,
+    *,
+    vocab: int = 256,
+    hidden: int = 64,
+    layers: int = 1,
+    bias: bool = True,
+    seed: int = 1,
+    copies: bool = False,
 ) -> str:
     """Write a random EAGLE-1 head that fits `tiny_target` and return the folder.
 
@@ -58,7 +65,7 @@ def tiny_head(
     """
     torch.manual_seed(seed)
     config = HeadConfig(
-        hidden_size=64,
+        hidden_size=hidden,
         intermediate_size=128,
         num_layers=layers,
         num_heads=4,
@@ -74,6 +81,6 @@ def tiny_head(
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.02 if copies else 0.08)
     if copies:
-        head.fc.weight.data[:, :64] += torch.eye(64)
+        head.fc.weight.data[:, :hidden] += torch.eye(hidden)
     save_head(head, folder, torch.float32)
     return str(folder)

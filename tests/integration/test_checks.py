@@ -1,0 +1,139 @@
+"""Bad input ends in one line that names the thing and the fix, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_eagle import EagleError, speculate
+from vllm_eagle.names import PROPOSER, WORKER
+from vllm_eagle.testing import tiny_head
+
+
+def configure(model: str, **options: Any) -> Any:
+    """Go as far as vLLM's front end goes before it starts an engine."""
+    return EngineArgs(model=model, dtype="float32", max_model_len=512, **options).create_engine_config()
+
+
+def edited(folder: str, **changes: Any) -> None:
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_good_configuration_passes(target: str, head: str) -> None:
+    """Catches a check that refuses everything."""
+    config = configure(target, **speculate(head, tree_size=12))
+    assert config.speculative_config.num_speculative_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"hidden": 32}, "hidden size 32, target .* has 64"), ({"vocab": 99}, "vocabulary of 99, target .* of 256")],
+)
+def test_head_of_another_target(target: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """Catches a head for another model found out in the first matrix product."""
+    folder = tiny_head(tmp_path / "head", **changes)
+    with pytest.raises(EagleError, match=message):
+        configure(target, **speculate(folder))
+
+
+def test_head_with_a_tensor_too_many(target: str, tmp_path: Path) -> None:
+    """Catches tensor names checked only after the target's weights are loaded."""
+    folder = tiny_head(tmp_path / "head", bias=True)
+    edited(folder, bias=False)
+    with pytest.raises(EagleError, match=r"fc\.bias is not part of an EAGLE-1 head"):
+        configure(target, **speculate(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 4, "pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"enable_lora": True, "max_num_seqs": 4}, "--enable-lora"),
+        ({"max_num_batched_tokens": 24, "max_num_seqs": 1}, "25 nodes and its root do not fit --max-num-batched-tokens 24"),
+    ],
+)
+def test_engine_options_that_do_not_go_with_trees(target: str, head: str, options: dict[str, Any], message: str) -> None:
+    """Catches an unsupported feature that would give wrong text or a crash later."""
+    with pytest.raises(EagleError, match=message):
+        configure(target, **speculate(head), **options)
+
+
+def test_targets_without_support(target: str, head: str, tmp_path: Path) -> None:
+    """Catches a target whose attention trees would get wrong in silence."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for file in Path(target).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    edited(str(folder), architectures=["OPTForCausalLM"])
+    with pytest.raises(EagleError, match=r"is OPTForCausalLM; supported: .*LlamaForCausalLM"):
+        configure(str(folder), **speculate(head))
+
+
+def test_options(target: str, head: str, tmp_path: Path) -> None:
+    """Catches an option accepted without effect, or a wrong one found late."""
+    with pytest.raises(EagleError, match=r"tree_size=0"):
+        speculate(head, tree_size=0)
+    with pytest.raises(EagleError, match=r"tree_size has no effect on the static tree"):
+        speculate(head, tree="tree.json", tree_size=3)
+    with pytest.raises(EagleError, match="no head given"):
+        speculate()
+    broken = speculate(head)
+    broken["additional_config"]["vllm_eagle"]["tree_width"] = 3
+    with pytest.raises(EagleError, match=r"unknown option 'tree_width' of vllm_eagle; known: .*tree_size"):
+        configure(target, **broken)
+    with pytest.raises(EagleError, match="without a head have no effect"):
+        configure(target, additional_config={"vllm_eagle": {"tree_size": 3}})
+    long_form = speculate(head) | {"worker_cls": "auto"}
+    with pytest.raises(EagleError, match=f"add --worker-cls {WORKER}"):
+        configure(target, **long_form)
+    mismatch = speculate(head, tree_size=8)
+    mismatch["speculative_config"]["num_speculative_tokens"] = 5
+    with pytest.raises(EagleError, match=r"num_speculative_tokens=5 .* must be the tree's size, 8"):
+        configure(target, **mismatch)
+    (tmp_path / "words.json").write_text("[1, 2, 999]")
+    with pytest.raises(EagleError, match="token 999 is outside"):
+        configure(target, **speculate(head, draft_vocab=str(tmp_path / "words.json")))
+
+
+def test_unsupported_vllm(target: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a release whose hooks nobody has run."""
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with pytest.raises(EagleError, match=r"vLLM 0\.99\.0 is not supported; install vllm==0\.32\.0"):
+        configure(target, **speculate(head))
+
+
+def test_without_our_options_nothing_changes(target: str, tmp_path: Path) -> None:
+    """Catches the installed plugin touching other methods: vLLM's own chain EAGLE configures as before."""
+    folder = tiny_head(tmp_path / "head", bias=False)
+    spec = {"method": "eagle", "model": folder, "num_speculative_tokens": 2}
+    config = configure(target, speculative_config=spec)
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert configure(target).speculative_config is None
+
+
+def test_the_proposer_refuses_vllms_own_worker(target: str, head: str) -> None:
+    """Catches the long form without --worker-cls in a process where nothing is patched."""
+    from vllm_eagle.integration.proposer import TreeProposer
+
+    config = configure(target, **speculate(head))
+    config.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
+    with pytest.raises(EagleError, match="add --worker-cls"):
+        TreeProposer(config)
+    assert config.speculative_config.model == PROPOSER
+
+
+def test_the_command_line_reports_in_one_line(target: str, tmp_path: Path) -> None:
+    """Catches a traceback where one line would do."""
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", target, "--speculative-model", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1].startswith("vllm: error: no config.json in ")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,110 @@
+"""The examples, run as a user would: offline in several processes, and both ways to start a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_eagle.testing import tiny_head, tiny_target
+
+PROMPTS = ["w5 w9 w200", "w77 " * 40, "w3", "w12 w13 w14 w15"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a head that guesses right now and then."""
+    root = tmp_path_factory.mktemp("models")
+    return tiny_target(root / "target", damping=0.002), tiny_head(root / "head", copies=True)
+
+
+@pytest.fixture(scope="module")
+def plain(folders: tuple[str, str]) -> list[str]:
+    from tests.integration.harness import engine, greedy
+
+    llm = engine(folders[0], max_model_len=256)
+    return [out.outputs[0].text for out in llm.generate(PROMPTS, greedy(40), use_tqdm=False)]
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+
+
+def test_offline(folders: tuple[str, str], repository: Path) -> None:
+    """Catches a step that works in one process and not in vLLM's default of several."""
+    script = [sys.executable, str(repository / "examples" / "offline.py"), "--model", folders[0], "--head", folders[1]]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    (accepted,) = re.findall(r"mean accepted length: ([\d.]+)", done.stdout)
+    assert float(accepted) > 1.0
+
+
+@pytest.fixture(scope="module", params=["serve.sh", "serve_long_form.sh"])
+def server(request: Any, folders: tuple[str, str], repository: Path, tmp_path_factory: Any) -> Iterator[tuple[str, Path]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [str(repository / "examples" / request.param), *folders, "--max-model-len", "256", "--port", str(port)]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--served-model-name", "tiny"], stdout=out, stderr=out, env=environment(), start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(url + "/health", process, log)
+        yield url, log
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(url, timeout=5)
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def ask(url: str, **body: Any) -> Any:
+    data = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 40} | body).encode()
+    asked = urllib.request.Request(url + "/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        return json.load(answer)
+
+
+def test_server(server: tuple[str, Path], plain: list[str]) -> None:
+    """Catches flags that do not reach the workers, and counters that do not show trees."""
+    url, _ = server
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: ask(url, prompt=prompt), PROMPTS))
+    assert [answer["choices"][0]["text"] for answer in answers] == plain
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [40] * 4
+    text = urllib.request.urlopen(url + "/metrics").read().decode()
+    counted = {
+        name: float(value) for name, value in re.findall(r"^vllm:spec_decode_num_(\w+)_total\{[^}]*\} (\S+)$", text, re.M)
+    }
+    by_depth = [float(v) for v in re.findall(r'accepted_tokens_per_pos_total\{[^}]*position="\d+"\} (\S+)', text)]
+    assert counted["draft_tokens"] > counted["drafts"] > 0  # several nodes each
+    assert counted["accepted_tokens"] == sum(by_depth) > 0
+    assert by_depth == sorted(by_depth, reverse=True)  # counted by depth
+    # each request emits one token from its prompt, then one more than it accepts per step
+    assert counted["accepted_tokens"] + counted["drafts"] >= 4 * 39 - 4
+    seeded = [ask(url, prompt=PROMPTS[0], temperature=1.0, seed=7)["choices"][0]["text"] for _ in range(2)]
+    assert seeded[0] == seeded[1] != plain[0]
