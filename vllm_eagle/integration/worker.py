@@ -8,6 +8,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_eagle.errors import EagleError
+from vllm_eagle.integration import ledger
 from vllm_eagle.integration.runner import TreeRunner
 from vllm_eagle.names import ATTENTION_BACKEND
 
@@ -17,6 +18,7 @@ class CPUTreeWorker(CPUWorker):
 
     def init_device(self) -> None:
         """Build vLLM's runner, then adopt it; raises `EagleError` if vLLM built another one."""
+        ledger.check()
         register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION_BACKEND)
         _cached_get_attn_backend.cache_clear()  # an earlier engine of this process has asked already
         super().init_device()

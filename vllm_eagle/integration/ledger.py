@@ -1,0 +1,110 @@
+"""Every place where this package touches vLLM: why, how, and when it can go.
+
+`python -m vllm_eagle.integration.ledger` prints the table in `docs/vllm.md`. `check()` compares what we override or wrap
+with what is installed, so that another vLLM is refused in one line instead of failing inside a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+
+from vllm_eagle.errors import EagleError
+
+
+@dataclass(frozen=True)
+class Touch:
+    """Name one place of vLLM we depend on beyond its public interface."""
+
+    target: str
+    """Dotted path of the method or function, in vLLM 0.32."""
+    how: str
+    why: str
+    until: str
+    parameters: tuple[str, ...] | None = None
+    """Its parameters as we know them, self left out; None where only its presence matters."""
+
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+_SEAM = "vLLM offers an interface for drafters with structure"
+
+TOUCHES = (
+    Touch("vllm.engine.arg_utils.EngineArgs.add_cli_args", "wrapped (SpeculativeFlags)",
+          "a plugin has no hook for command-line flags", "vLLM lets plugins add flags", ("parser",)),
+    Touch("vllm.engine.arg_utils.EngineArgs.from_cli_args", "wrapped (SpeculativeFlags)",
+          "turns the flags into fields that exist already, in any order", "vLLM lets plugins add flags", ("args",)),
+    Touch("vllm.engine.arg_utils.EngineArgs.create_engine_config", "wrapped (EarlyCheck)",
+          "bad input is found before processes start", "vLLM lets plugins check a configuration",
+          ("usage_context", "headless")),
+    Touch("vllm.v1.attention.backends.registry.register_backend", "called for CPU_ATTN, in speculating workers alone",
+          "documented way to replace a backend", "stays", ("backend", "class_path", "is_mamba")),
+    Touch("vllm.v1.attention.selector._cached_get_attn_backend", "cache cleared after that call",
+          "an earlier engine of the process has fixed the choice", "register_backend clears it"),
+    Touch("vllm.v1.worker.cpu_worker.CPUWorker.init_device", "overridden; its runner's class is changed afterwards",
+          "the CPU worker builds its runner inline", "CPUWorker gets the GPU worker's _make_model_runner", ()),
+    Touch("vllm.v1.worker.cpu_model_runner.CPUModelRunner.initialize_kv_cache", "overridden, calls super first",
+          "the cache layout is checked, the head's group is found", "stays",
+          ("kv_cache_config", "is_profiling", "kv_cache_allocation_context")),
+    Touch(f"{_RUNNER}._prepare_inputs", "overridden, calls super first",
+          "depth positions and slot -1 for tree rows", _SEAM, ("scheduler_output", "num_scheduled_tokens")),
+    Touch(f"{_RUNNER}._build_attention_metadata", "overridden, calls super first",
+          "the trees ride on the metadata", _SEAM),
+    Touch(f"{_RUNNER}._sample", "overridden", "the walk with vLLM's sampler instead of chain rejection", _SEAM,
+          ("logits", "spec_decode_metadata")),
+    Touch(f"{_RUNNER}._update_states_after_model_execute", "overridden, calls super first",
+          "accepted K/V is committed within the step", _SEAM, ("output_token_ids", "scheduler_output")),
+    Touch(f"{_RUNNER}._bookkeeping_sync", "overridden, calls super",
+          "vLLM rewinds generators of discarded rows, which CPU generators cannot; ours drew nothing",
+          "vLLM does not rewind CPU generators"),
+    Touch(f"{_RUNNER}._input_fits_in_drafter", "overridden", "near the length limit a tree is cut, not dropped", _SEAM,
+          ("common_attn_metadata",)),
+    Touch(f"{_RUNNER}.propose_draft_token_ids", "overridden", "drafting with features, for structure", _SEAM,
+          ("scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states",
+           "aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings")),
+    Touch(f"{_RUNNER}._on_request_state_removed", "overridden, calls super first", "an ended request's tree is dropped",
+          "stays", ("req_id", "req_state")),
+    Touch("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.forward", "overridden, calls super without trees",
+          "tree rows take tree attention", "vLLM's CPU op takes a mask"),
+    Touch("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update", "called",
+          "writes accepted K/V, and the head's", "stays", ("layer", "key", "value", "kv_cache", "slot_mapping")),
+    Touch("vllm.v1.sample.logits_processor.build_logitsprocs", "called without the speculative config",
+          "the walk needs the processors of plain decoding", "vLLM builds them under speculation, too"),
+    Touch("vllm._custom_ops.create_onednn_mm", "called", "the head's layers use vLLM's packed product", "stays"),
+)  # fmt: skip
+
+
+def check() -> None:
+    """Compare with the installed vLLM; raises `EagleError` naming the first difference."""
+    for touch in TOUCHES:
+        found = _resolve(touch.target)
+        if touch.parameters is not None:
+            got = tuple(name for name in inspect.signature(found).parameters if name not in ("self", "cls"))
+            if got != touch.parameters:
+                raise EagleError(f"{touch.target} takes ({', '.join(got)}) in this vLLM; install a supported release")
+
+
+def _resolve(path: str) -> object:
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for name in parts[cut:]:
+                found = getattr(found, name)
+        except AttributeError:
+            break
+        return inspect.unwrap(found) if callable(found) else found
+    raise EagleError(f"{path} does not exist in this vLLM; install a supported release")
+
+
+def table() -> str:
+    """Return the ledger as a Markdown table."""
+    rows = [f"| `{t.target.removeprefix('vllm.')}` | {t.how} | {t.why} | {t.until} |" for t in TOUCHES]
+    return "\n".join(["| in vLLM | how | why | until |", "|---|---|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
