@@ -31,9 +31,9 @@ def main() -> int:
     cases = args.out / "cases.jsonl"
     done = {tuple(json.loads(line)["case"]) for line in cases.read_text().splitlines()} if cases.exists() else set()
     work = Work(args)
-    for size in args.sizes:
-        for batch in args.batches:
-            for mode in MODES:
+    for batch in args.batches:
+        for size in args.sizes:
+            for mode in args.modes:
                 case = (mode, size, batch)
                 if case in done:
                     continue
@@ -170,6 +170,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--sizes", type=int, nargs="+", default=[0, 1, 8, 25, 60], help="0 is plain vLLM")
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 4, 1])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--draft-vocab", default=None)
     parser.add_argument("--compile", action="store_true")
     return parser.parse_args()

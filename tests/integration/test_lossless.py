@@ -165,3 +165,33 @@ def prefill(llm: LLM, text: list[int]) -> dict[str, tuple[torch.Tensor, torch.Te
 def abort(llm: LLM) -> None:
     llm.llm_engine.abort_request([request.split("-")[0] for request in runner_of(llm).requests])
     generate(llm, [[5]], greedy(1))  # one more step, so that the runner hears of it
+
+
+def test_every_request_its_own_parameters(base: LLM, tree: LLM) -> None:
+    """Catches history read without the accepted ancestors: penalties, bad words, min_tokens and logprobs in one batch."""
+    asked = prompts(LENGTHS[:8])
+    common: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0, presence_penalty=1.5, **common),
+        SamplingParams(temperature=0, frequency_penalty=1.2, logprobs=3, **common),
+        SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.4, **common),
+        SamplingParams(temperature=0, bad_words=["w5 w9", "w7", "w30 w31 w32"], **common),
+        SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=20, stop_token_ids=list(range(2, 120))),
+        SamplingParams(temperature=1.1, seed=5, top_k=20, logprobs=2, **common),
+        SamplingParams(temperature=0, allowed_token_ids=list(range(40, 90)), **common),
+        SamplingParams(temperature=0, **common),
+    ]
+    want = base.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
+    texts = [p + list(out.outputs[0].token_ids) for p, out in zip(asked, want, strict=True)]
+    use(tree, Half(None, growth(tree), texts=texts, depth=4, width=3, sibling=2, right_depth=[4, 2, 0, 3]))
+    got = tree.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
+    for a, b in zip(want, got, strict=True):
+        assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
+        assert (a.outputs[0].finish_reason, a.outputs[0].stop_reason) == (b.outputs[0].finish_reason, b.outputs[0].stop_reason)
+        if a.outputs[0].logprobs is None:
+            continue
+        for at, (x, y) in enumerate(zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True)):
+            assert x.keys() == y.keys(), at
+            for token in x:
+                assert x[token].logprob == pytest.approx(y[token].logprob, abs=1e-4)
+                assert x[token].rank == y[token].rank

@@ -78,6 +78,21 @@ def test_prefix_cache(target: str, head: str, texts: list[list[int]], outputs: l
     assert generate(llm, longer, greedy(10)) == [out[20:30] for out in outputs]
 
 
+def test_drafts_nobody_proposed(base: LLM, target: str, head: str, outputs: list[list[int]], texts: list[list[int]]) -> None:
+    """Catches drafts changed on their way through the scheduler verified under a structure that is not theirs."""
+    llm = with_oracle(target, head, texts)
+    runner = runner_of(llm)
+    propose = runner.propose_draft_token_ids
+
+    def forgetful(*args: Any, **kwargs: Any) -> list[list[int]]:
+        drafts = propose(*args, **kwargs)
+        runner._trees.clear()
+        return drafts
+
+    runner.propose_draft_token_ids = forgetful
+    assert generate(llm, prompts(LENGTHS), greedy(TOKENS)) == [out[:TOKENS] for out in outputs]
+
+
 LIMIT = 64
 
 

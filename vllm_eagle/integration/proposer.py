@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ from vllm_eagle.names import WORKER
 
 if TYPE_CHECKING:
     from vllm_eagle.integration.runner import TreeRunner
+
+
+logger = logging.getLogger(__name__)
 
 
 class TreeProposer:
@@ -58,6 +62,9 @@ class TreeProposer:
             drafter = _load_class(self.options.drafter)(drafter, self.growth, **self.options.drafter_options)
         assert drafter is not None
         self.drafter = drafter
+        words = self.options.vocabulary_file() or "the whole vocabulary"
+        size, depth = self.growth.size, self.growth.depth
+        logger.info("trees of up to %d nodes, %d levels; head %s, drafting from %s", size, depth, self.options.model, words)
 
     def bind(self, runner: TreeRunner) -> None:
         """Find the attention group that serves the head's layers, once the runner has made its groups."""

@@ -36,6 +36,7 @@ class TreeRunner(CPUModelRunner):
         """Make a freshly built `CPUModelRunner` into this class (its worker builds it inline)."""
         self._trees: dict[str, DraftTree] = {}
         self._step: Step | None = None
+        self._warned = False
         all_logits_processors(self.vllm_config, self.device, self.input_batch)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +78,9 @@ class TreeRunner(CPUModelRunner):
         tree = self._trees.get(request)
         if tree is not None and tree.nodes[: len(drafts)] == drafts:
             return tree.prefix(len(drafts))
-        logger.warning_once("drafts of request %s are not those proposed for it; verifying them as a chain", request)  # type: ignore[attr-defined]
+        if not self._warned:
+            logger.warning("drafts of request %s are not those proposed for it; such drafts are verified as a chain", request)
+            self._warned = True
         return DraftTree.build([0, *drafts], range(-1, len(drafts)))
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,13 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm_eagle.attention import VEC_LAYOUT, TreeAttention, choose
 from vllm_eagle.errors import EagleError
 from vllm_eagle.integration.attention import TreeCPUAttentionImpl
+
+
+def share_log() -> None:
+    """Send our log lines where vLLM's go; a logger named `vllm_eagle` is no child of `vllm`."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_eagle")
+    ours.handlers, ours.propagate = theirs.handlers, False
+    ours.setLevel(theirs.level)
 
 
 def all_logits_processors(config: VllmConfig, device: torch.device, batch: Any) -> None:
