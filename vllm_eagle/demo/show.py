@@ -6,6 +6,8 @@ import os
 import textwrap
 from pathlib import Path
 
+from vllm_eagle.heads.checkpoint import check_folder
+
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -24,6 +26,7 @@ PROMPTS = (
 
 def show(model: Path, head: Path, *, tree_size: int, tree_depth: int, tokens: int, count: int) -> int:
     """Answer `count` prompts with both, stream the texts, print the table; return 0 if all texts are identical."""
+    check_folder(head)
     from vllm_eagle.integration.session import Session
 
     print("starting plain vLLM and vLLM with trees (about 20 seconds)", flush=True)

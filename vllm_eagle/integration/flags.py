@@ -54,20 +54,31 @@ _FLAGS = (
 )
 
 
-class SpeculativeFlags:
-    """Add `--speculative-model` and the tree options to `EngineArgs`, which has no hook for a plugin's flags.
-
-    `add_cli_args` gets the flags; `from_cli_args` turns them into fields that exist already, wherever they stood on the line.
-    """
+class Patch:
+    """Change one place of vLLM, once per process."""
 
     _applied = False
 
     @classmethod
     def apply(cls) -> None:
-        """Wrap both methods once per process."""
-        if cls._applied:
-            return
-        cls._applied = True
+        """Wrap the target unless that is done."""
+        if not cls._applied:
+            cls._applied = True
+            cls._wrap()
+
+    @classmethod
+    def _wrap(cls) -> None:
+        raise NotImplementedError
+
+
+class SpeculativeFlags(Patch):
+    """Add `--speculative-model` and the tree options to `EngineArgs`, which has no hook for a plugin's flags.
+
+    `add_cli_args` gets the flags; `from_cli_args` turns them into fields that exist already, wherever they stood on the line.
+    """
+
+    @classmethod
+    def _wrap(cls) -> None:
         add, build = EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__
 
         @functools.wraps(add)
@@ -125,17 +136,11 @@ def _report_in_one_line() -> None:
     sys.excepthook = report
 
 
-class EarlyCheck:
+class EarlyCheck(Patch):
     """Check our options against the target in the front end, before processes start and weights load."""
 
-    _applied = False
-
     @classmethod
-    def apply(cls) -> None:
-        """Wrap `EngineArgs.create_engine_config` once per process."""
-        if cls._applied:
-            return
-        cls._applied = True
+    def _wrap(cls) -> None:
         create = EngineArgs.create_engine_config
 
         @functools.wraps(create)
