@@ -63,11 +63,9 @@ class Options:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return what `from_mapping` reads back, defaults left out."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) not in (None, {}, HEAD_DRAFTER)
-        }
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        usual = {"drafter": HEAD_DRAFTER, "drafter_options": {}}
+        return {name: value for name, value in values.items() if value != usual.get(name)}
 
     def growth(self) -> Growth:
         """Build the growth policy; raises `TreeError` for a shape outside the limits."""
