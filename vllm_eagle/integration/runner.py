@@ -35,7 +35,8 @@ class TreeRunner(CPUModelRunner):
     def adopt(self) -> None:
         """Make a freshly built `CPUModelRunner` into this class (its worker builds it inline)."""
         self._trees: dict[str, DraftTree] = {}
-        self._step: Step | None = None
+        self._step: Step | None = None  # from a step's inputs to its drafts
+        self._metadata: dict[str, Any] = {}
         self._warned = False
         all_logits_processors(self.vllm_config, self.device, self.input_batch)
 
@@ -170,6 +171,7 @@ class TreeRunner(CPUModelRunner):
         cache = PagedHeadCache(self, known, self._step, homes)
         trees = self.drafter.drafter.draft(known, cache)
         self._trees.update(zip(known.request_ids, trees, strict=True))
+        self._step = None
         return [tree.nodes for tree in trees]
 
     def _known(self, step: Step, sampled: list[list[int]], hidden_states: Tensor) -> tuple[Known, Tensor]:
