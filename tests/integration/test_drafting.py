@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from vllm_eagle.testing import CheckedDrafter, tiny_head, tiny_target
 LENGTHS = [5, 33, 64, 17]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_draft_logits_equal_the_reference_loop(target: str, tmp_path: Any, layers: int) -> None:
+DYNAMIC = {"tree_size": 12, "tree_depth": 6, "tree_top_k": 3}
+STATIC = {"tree": str(Path(__file__).parents[2] / "configs" / "tree" / "eagle1_25.json")}
+
+
+@pytest.mark.parametrize(("layers", "options"), [(1, DYNAMIC), (2, DYNAMIC), (1, STATIC)])
+def test_draft_logits_equal_the_reference_loop(target: str, tmp_path: Any, layers: int, options: dict[str, Any]) -> None:
     """Catches a shifted token, feature, position or ancestor in the head's paged and tree attention, at every depth."""
     folder = tiny_head(tmp_path / "head", layers=layers, bias=layers == 1)
-    llm = engine(target, max_num_batched_tokens=64, **speculate(folder, tree_size=12, tree_depth=6, tree_top_k=3))
+    llm = engine(target, max_num_batched_tokens=64, **speculate(folder, **options))
     runner = runner_of(llm)
     checked = CheckedDrafter(
         runner.drafter.drafter, load_head(folder), runner.model.embed_input_ids, runner.model.compute_logits
@@ -27,7 +32,7 @@ def test_draft_logits_equal_the_reference_loop(target: str, tmp_path: Any, layer
     runner.drafter.drafter = checked
     with torch.inference_mode():
         generate(llm, prompts(LENGTHS), greedy(12))
-    assert set(checked.checked) == set(range(6))
+    assert set(checked.checked) == set(range(checked.growth.depth))
     assert max(checked.worst.values()) < 1e-4, checked.worst
 
 

@@ -93,6 +93,7 @@ def test_shipped_trees(repository: Path) -> None:
         sizes[path.stem] = [sum(len(p) == level for p in growth.paths) for level in range(1, growth.depth + 1)]
     assert sizes["eagle1_25"] == [4, 8, 8, 3, 2]
     assert sizes["chain_4"] == [1, 1, 1, 1]
+    assert read_static(repository / "configs" / "tree" / "eagle1_25.json").scratch == 4 + 4 + 1 + 1  # nodes with children
 
 
 @pytest.mark.parametrize(

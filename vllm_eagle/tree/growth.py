@@ -120,7 +120,7 @@ class StaticGrowth:
         self.top_k = 1 + max(max(path) for path in shape)
         self._expand: list[Tensor] = []
         self._keep = self._place(shape)
-        self.scratch = sum(len(chosen) for chosen in self._expand)
+        self.scratch = sum(chosen.shape[1] for chosen in self._expand)
 
     def expand(self, level: int, values: Tensor) -> Tensor:
         """Return the candidates of this level that have children in the shape."""
