@@ -20,10 +20,11 @@ DYNAMIC = {"tree_size": 12, "tree_depth": 6, "tree_top_k": 3}
 STATIC = {"tree": str(Path(__file__).parents[2] / "configs" / "tree" / "eagle1_25.json")}
 
 
-@pytest.mark.parametrize(("layers", "options"), [(1, DYNAMIC), (2, DYNAMIC), (1, STATIC)])
+@pytest.mark.parametrize(("layers", "options"), [(1, DYNAMIC), (2, DYNAMIC), (1, STATIC), (3, DYNAMIC)])
 def test_draft_logits_equal_the_reference_loop(target: str, tmp_path: Any, layers: int, options: dict[str, Any]) -> None:
     """Catches a shifted token, feature, position or ancestor in the head's paged and tree attention, at every depth."""
-    folder = tiny_head(tmp_path / "head", layers=layers, bias=layers == 1)
+    # the last case also has other heads than the target: vLLM then keeps K/V pages of two sizes
+    folder = tiny_head(tmp_path / "head", layers=layers, bias=layers == 1, heads=(8, 8, 64) if layers == 3 else (4, 2, 32))
     llm = engine(target, max_num_batched_tokens=64, **speculate(folder, **options))
     runner = runner_of(llm)
     checked = CheckedDrafter(

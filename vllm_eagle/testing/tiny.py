@@ -58,8 +58,11 @@ def tiny_head(
     bias: bool = True,
     seed: int = 1,
     copies: bool = False,
+    heads: tuple[int, int, int] = (4, 2, 32),
 ) -> str:
     """Write a random EAGLE-1 head that fits `tiny_target` and return the folder.
+
+    `heads` are query heads, K/V heads and head size; the default is the target's own.
 
     With `copies` its fusion passes the token's embedding on: right about a damped target, now and then.
     """
@@ -68,9 +71,9 @@ def tiny_head(
         hidden_size=hidden,
         intermediate_size=128,
         num_layers=layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
         vocab_size=vocab,
         rms_norm_eps=1e-6,
         max_positions=2048,
