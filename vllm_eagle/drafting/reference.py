@@ -11,25 +11,20 @@ from torch.nn import functional as F
 from vllm_eagle.heads import EagleHead
 
 
-def path_features(
-    head: EagleHead, embed: Callable[[Tensor], Tensor], features: Tensor, tokens: Tensor, path: list[int]
+def next_feature(
+    head: EagleHead, embed: Callable[[Tensor], Tensor], features: Tensor, tokens: Tensor, path: list[int], own: Tensor
 ) -> Tensor:
-    """Return the features the head predicts for the root and every node of a root-to-node path, [1+len(path), D].
+    """Return the feature the head predicts at the end of a root-to-node path, [D].
 
-    `features` [L, D] are the target's of positions 0..L-1, `tokens` [L+1] the certain tokens, root last (EAGLE-1, figure 6):
+    `features` [L, D] are the target's of positions 0..L-1, `tokens` [L+1] the certain tokens, root last, `own` [len(path), D]
+    what this function returned for the root and every node of the path but the last (EAGLE-1, figure 6):
 
         feature   f_0  f_1  ...  f_L-1 | f^_L     f^_L+1        the last ones are the head's own
         token     t_1  t_2  ...  t_L   | path[0]  path[1]       t_L is the root
-        output                   f^_L  | f^_L+1   f^_L+2        returned
+        output                   f^_L  | f^_L+1   f^_L+2        the last one is returned
     """
-    known, ahead = features, tokens[1:].tolist()
-    outputs = []
-    for step in range(len(path) + 1):
-        here = torch.tensor(ahead + path[:step])
-        predicted = head(embed(here), known, torch.arange(len(here)), _causal)
-        outputs.append(predicted[-1])
-        known = torch.cat((known, predicted[-1:]))
-    return torch.stack(outputs)
+    ahead = torch.cat((tokens[1:], torch.tensor(path, dtype=torch.long)))
+    return head(embed(ahead), torch.cat((features, own)), torch.arange(len(ahead)), _causal)[-1]  # type: ignore[no-any-return]
 
 
 def _causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_eagle.drafting import HeadCache, HeadDrafter, Known
-from vllm_eagle.drafting.reference import path_features
+from vllm_eagle.drafting.reference import next_feature
 from vllm_eagle.heads import EagleHead
 from vllm_eagle.tree import CandidatePool, DraftTree
 
@@ -35,15 +35,20 @@ class CheckedDrafter(HeadDrafter):
             self.features.setdefault(request, []).append(features.clone())
         self._now = [r for r, room in enumerate(known.rooms) if room > 0]
         self._known = known
+        self._own: dict[int, dict[tuple[int, ...], Tensor]] = {}  # the reference's own features, by path
         return super().draft(known, cache)
 
     def _offer(self, pool: CandidatePool, features: Tensor) -> None:
+        """Compare the frontier's features [R, F, D] before its candidates are taken."""
         for row, r in enumerate(self._now):
             target = torch.cat(self.features[self._known.request_ids[r]])
             tokens = torch.from_numpy(self._known.histories[r]).long()
+            own = self._own.setdefault(row, {})
             for slot, candidate in enumerate(pool.frontier[row].tolist()):
                 path = pool.path(row, candidate)
-                want = path_features(self.plain, self.plain_embed, target, tokens, path)[-1]
+                above = [own[tuple(path[:depth])] for depth in range(len(path))]
+                guessed = torch.stack(above) if above else target[:0]
+                own[tuple(path)] = want = next_feature(self.plain, self.plain_embed, target, tokens, path, guessed)
                 gap = (self.logits(want[None]) - self.logits(features[row, slot][None])).abs().max().item()
                 self.worst[len(path)] = max(self.worst.get(len(path), 0.0), gap)
                 self.checked[len(path)] = self.checked.get(len(path), 0) + 1

@@ -1,0 +1,28 @@
+#!/bin/sh
+# The commands that made examples/heads/smollm2-135m-eagle1, from the repository's root.
+#   MODEL    folder of SmolLM2-135M-Instruct, float32, Hugging Face layout
+#   PROMPTS  .jsonl of prompts (not needed: their answers are kept in examples/data)
+#   JUDGE    .jsonl of MT-bench's questions; never trained on
+#   WORK     folder for features and fits (2 GB)
+# The head now in examples/heads left the first stage at step 700 of 1,800; the second stage is whole.
+set -eu
+: "${MODEL:?}" "${WORK:?}"
+ANSWERS=examples/data/smollm2-135m-answers.jsonl.xz
+
+if [ -n "${PROMPTS:-}" ]; then  # more answers of the target's own
+    vllm-eagle generate --model "$MODEL" --prompts "$PROMPTS" --out "$WORK/answers" \
+        --max-tokens 300 --max-prompt-tokens 400 --batch 128 --dtype float32
+    ANSWERS="$ANSWERS $WORK/answers"
+fi
+# shellcheck disable=SC2086
+vllm-eagle capture --model "$MODEL" --answers $ANSWERS --out "$WORK/features"
+vllm-eagle fit --model "$MODEL" --features "$WORK/features" --out "$WORK/first" --settings configs/train/eagle1.toml
+vllm-eagle fit --model "$MODEL" --features "$WORK/features" --out "$WORK/second" --start "$WORK/first/head" \
+    --settings configs/train/eagle1-second.toml
+
+if [ -n "${JUDGE:-}" ]; then
+    vllm-eagle generate --model "$MODEL" --prompts "$JUDGE" --limit 20 --temperatures 0 --max-tokens 128 \
+        --batch 20 --dtype float32 --out "$WORK/judge"
+    vllm-eagle capture --model "$MODEL" --answers "$WORK/judge" --out "$WORK/judge-features"
+    vllm-eagle evaluate --model "$MODEL" --head "$WORK/second/head" --features "$WORK/judge-features"
+fi

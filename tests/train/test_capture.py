@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_eagle.errors import EagleError
+from vllm_eagle.train.answers import Answer, AnswerWriter, read_answers
+from vllm_eagle.train.capture import CaptureConfig, capture
+from vllm_eagle.train.features import read_examples, shard_paths
+from vllm_eagle.train.target import Target
+
+
+def test_features_are_what_the_lm_head_reads(toy_target: Target, toy_answers: Path, toy_features: Path) -> None:
+    """Catches features from before the final norm, padding that leaks in, and candidates off by one token."""
+    for answer, example in zip(read_answers(toy_answers), read_examples(toy_features), strict=True):
+        assert tuple(example.tokens.tolist()) == answer.token_ids
+        alone = toy_target.model.model(torch.tensor([answer.token_ids])).last_hidden_state[0]
+        torch.testing.assert_close(example.features.float(), alone[:-1], rtol=2e-3, atol=2e-3)
+        assert tuple(example.top_ids[:, 0].tolist()) == answer.out_ids  # greedy: its best token is the one it wrote
+        probs = toy_target.logits(alone[5:-1]).softmax(-1).topk(16).values
+        torch.testing.assert_close(example.top_probs.float(), probs, rtol=2e-3, atol=1e-3)
+
+
+def test_only_new_answers_are_captured(toy_target: Target, toy_answers: Path, tmp_path: Path) -> None:
+    """Catches work done twice, and answers added later that are never seen."""
+    answers = tmp_path / "answers"
+    shutil.copytree(toy_answers, answers)
+    config = CaptureConfig((answers,), tmp_path / "f", rows_per_shard=60)
+    assert capture(config, toy_target).tokens == 96 * 24
+    writer = AnswerWriter(answers)
+    writer.write(Answer("new", (1, 2), (3, 4, 5), 0.0))
+    writer.close()
+    assert capture(config, toy_target).tokens == 3
+    assert len(read_examples(tmp_path / "f")) == 97
+
+
+def test_a_damaged_shard_is_captured_again(toy_target: Target, toy_answers: Path, tmp_path: Path) -> None:
+    """Catches a shard cut in half that ends the run or hides its answers for good."""
+    config = CaptureConfig((toy_answers,), tmp_path, rows_per_shard=60)
+    capture(config, toy_target)
+    first = shard_paths(tmp_path)[0]
+    os.truncate(first, first.stat().st_size // 2)
+    assert capture(config, toy_target).tokens == 60 * 24
+    assert len(read_examples(tmp_path)) == 96
+
+
+def test_unusable_answers_are_counted(toy_target: Target, tmp_path: Path) -> None:
+    """Catches a vocabulary that does not match, and sequences longer than the limit."""
+    writer = AnswerWriter(tmp_path / "a")
+    for out in ((1, 2), (1, 300), tuple(range(200))):
+        writer.write(Answer(str(out), (7,), out, 0.0))
+    writer.close()
+    report = capture(CaptureConfig((tmp_path / "a",), tmp_path / "f", max_length=100), toy_target)
+    assert (report.tokens, report.foreign, report.too_long) == (2, 1, 1)
+
+
+def test_features_of_another_layer_are_refused(toy_folder: Path, toy_answers: Path, tmp_path: Path) -> None:
+    """Catches a target whose hidden states are not what its LM head reads: the argmax check must stop the run."""
+
+    class Shifted(Target):
+        def features(self, sequences):  # type: ignore[no-untyped-def]
+            return [feature + 1e5 * torch.randn_like(feature).sign() for feature in super().features(sequences)]
+
+    target = Shifted(Target.load(toy_folder).model, None)
+    with pytest.raises(EagleError, match="not what the LM head reads"):
+        capture(CaptureConfig((toy_answers,), tmp_path), target)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_eagle.errors import EagleError
+from vllm_eagle.train.answers import Answer, Question, read_answers
+from vllm_eagle.train.generate import GenerateConfig, generate
+
+
+class LetterTokenizer:
+    """Give each letter its code; the template marks the turns with < and >."""
+
+    chat_template: Any = "toy"
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> str:
+        return f"<{conversation[0]['content']}>" + ("A:" if options["add_generation_prompt"] else "")
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+class Echo:
+    """Answer with the question's length and remember what was asked; stop like a kill after `patience` answers."""
+
+    def __init__(self, patience: int = 1000) -> None:
+        self.asked: list[Question] = []
+        self.patience = patience
+
+    def __call__(self, questions: Iterable[Question]) -> Iterator[Answer]:
+        for question in questions:
+            if len(self.asked) == self.patience:
+                raise KeyboardInterrupt
+            self.asked.append(question)
+            out = tuple(decode([ord("a") + len(self.asked) % 7]).encode())
+            yield Answer(question.id, question.prompt_ids, out, question.temperature)
+
+
+def _prompts(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_killed_run_asks_only_what_is_open(tmp_path: Path) -> None:
+    """Catches answers that are generated twice or lost, and a temperature that changes on resume."""
+    prompts = _prompts(tmp_path / "p.jsonl", [{"id": f"p{i}", "prompt": f"question {i}"} for i in range(10)])
+    config = GenerateConfig(tmp_path / "out", prompts)
+    first, second = Echo(patience=4), Echo()
+    with pytest.raises(KeyboardInterrupt):
+        generate(config, LetterTokenizer(), decode, first)
+    generate(config, LetterTokenizer(), decode, second)
+    assert [q.id for q in first.asked + second.asked] == [f"p{i}" for i in range(10)]
+    whole = Echo()
+    generate(GenerateConfig(tmp_path / "whole", prompts), LetterTokenizer(), decode, whole)
+    assert [q.temperature for q in whole.asked] == [q.temperature for q in first.asked + second.asked]
+    assert {q.temperature for q in whole.asked} == {0.0, 0.8}
+
+
+def test_bad_prompts_are_skipped_and_counted(tmp_path: Path) -> None:
+    """Catches an empty or over-long prompt that reaches the engine, and a report that hides it."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": " "},
+        {"prompt": "ok"},
+        {"prompt": "ok"},
+        {"prompt": "x" * 600},
+        {"nothing": 1},
+        {"turns": ["two"]},
+    ]
+    prompts = _prompts(tmp_path / "p.jsonl", rows)
+    prompts.write_text(prompts.read_text() + "{half a li")
+    echo = Echo()
+    summary = generate(GenerateConfig(tmp_path / "out", prompts), LetterTokenizer(), decode, echo)
+    assert [decode(list(q.prompt_ids)) for q in echo.asked] == ["<ok>A:", "<two>A:"]
+    assert "1 unreadable, 2 empty, 1 repeated, 1 longer than the limit" in summary
+
+
+def test_sources_take_turns(tmp_path: Path) -> None:
+    """Catches a run stopped early that has seen only the first source."""
+    rows = [{"prompt": f"{source}{i}", "source": source} for source, count in (("a", 3), ("b", 1)) for i in range(count)]
+    echo = Echo()
+    config = GenerateConfig(tmp_path / "out", _prompts(tmp_path / "p.jsonl", rows), limit=3)
+    generate(config, LetterTokenizer(), decode, echo)
+    assert [decode(list(q.prompt_ids))[1:-3] for q in echo.asked] == ["a0", "b0", "a1"]
+
+
+def test_the_target_writes_the_questions(tmp_path: Path) -> None:
+    """Catches a question opening that closes the user's turn, and repeated questions that are answered again."""
+    echo = Echo()
+    generate(GenerateConfig(tmp_path, self_prompted=9), LetterTokenizer(), decode, echo)
+    openings, asked = echo.asked[:9], echo.asked[9:]
+    assert all(decode(list(q.prompt_ids)) == "<" and q.temperature == 1.0 for q in openings)
+    assert len(asked) == len(list(read_answers(tmp_path))) == 7
+    again = Echo()
+    generate(GenerateConfig(tmp_path, self_prompted=9), LetterTokenizer(), decode, again)
+    assert again.asked == []
+
+
+def test_a_target_without_chat_template_is_named(tmp_path: Path) -> None:
+    """Catches prompts fed bare to a model that was never told whose turn it is."""
+    tokenizer = LetterTokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(EagleError, match="no chat template"):
+        generate(GenerateConfig(tmp_path, self_prompted=1), tokenizer, decode, Echo())
+
+
+def test_no_usable_prompt_ends_the_run(tmp_path: Path) -> None:
+    """Catches an empty data set that looks like success."""
+    with pytest.raises(EagleError, match="no usable prompt"):
+        generate(GenerateConfig(tmp_path / "o", _prompts(tmp_path / "p.jsonl", [])), LetterTokenizer(), decode, Echo())
+
+
+@pytest.mark.parametrize("choice", [{}, {"prompts": Path("p"), "self_prompted": 3}])
+def test_exactly_one_kind_of_prompt(choice: dict[str, Any]) -> None:
+    """Catches a command line that asks for both or neither and silently does one."""
+    with pytest.raises(EagleError, match="either --prompts FILE or --self-prompt COUNT"):
+        GenerateConfig(Path("o"), **choice)

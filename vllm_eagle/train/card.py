@@ -1,0 +1,90 @@
+"""The model card of an exported head: data, recipe, acceptance, versions, licence."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vllm_eagle.train.evaluate import Acceptance
+from vllm_eagle.train.features import Example
+from vllm_eagle.train.settings import Settings
+from vllm_eagle.train.tree import TreeShape
+
+_PACKAGES = ("torch", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Hold what `evaluate` found on one set of answers."""
+
+    name: str
+    answers: int
+    chain: Acceptance
+    shape: TreeShape
+    tree_length: float
+
+    def lines(self) -> str:
+        """Return a table of the acceptance by depth and the accepted lengths."""
+        head = " | ".join(f"{n}-α" for n in range(len(self.chain.rates)))
+        rates = " | ".join(f"{rate:.3f}" for rate in self.chain.rates)
+        tree = f"{self.shape.nodes}-node dynamic tree (width {self.shape.width}, {self.shape.levels} levels)"
+        return (
+            f"| {self.name} | {head} | chain of {len(self.chain.rates)} | {tree} |\n"
+            f"|{'---|' * (len(self.chain.rates) + 3)}\n"
+            f"| {self.answers} answers | {rates} | {self.chain.mean_length:.2f} | {self.tree_length:.2f} |\n"
+        )
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Name what a head was made for, of which examples and with which settings, and the head it continues, if any."""
+
+    target: str
+    examples: Sequence[Example]
+    settings: Settings
+    start: str = ""
+
+
+def write_card(folder: Path, about: Provenance, judged: Sequence[Judgement]) -> None:
+    """Write README.md beside an exported head."""
+    (folder / "README.md").write_text(_card(about, judged))
+
+
+def _card(about: Provenance, judged: Sequence[Judgement]) -> str:
+    target, examples, settings = about.target, about.examples, about.settings
+    continued = f", continued from {about.start}" if about.start else ""
+    tokens = sum(example.answer_length for example in examples)
+    rounds = settings.fit.steps * settings.fit.batch_rounds
+    shape = {name: value for name, value in vars(settings).items() if name != "fit" and value is not None}
+    recipe = "\n".join(f"{name} = {value!r}" for name, value in (shape | asdict(settings.fit)).items())
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+    tables = "\n".join(one.lines() for one in judged) or "Not judged yet.\n"
+    return f"""---
+license: apache-2.0
+base_model: {target}
+---
+# EAGLE head for {target}
+
+An EAGLE-1/2 draft head, original layout: {settings.layers} decoder layer(s), no fusion bias, embedding and LM head
+are the target's. `draft_vocab.json` lists the tokens the target uses most, most frequent first.
+
+## Acceptance, from the head alone
+{tables}
+n-α is the share of drafts right at depth n of those right before it, on answers written greedily and not trained on;
+lengths count the target's own token.
+
+## Data
+{len(examples)} sequences, {tokens} answer tokens, written by the target itself at temperatures 0 and 0.8. No prompt of
+MT-bench, Spec-Bench or HumanEval.
+
+## Recipe
+At least {rounds:,} training positions, each unrolled over the head's own outputs{continued}.
+
+```toml
+{recipe}
+```
+
+Versions: {versions}. Licence: Apache-2.0.
+"""

@@ -1,0 +1,124 @@
+"""Fit a head to captured features: recipe `eagle1`, with an unroll over the head's own outputs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from vllm_eagle.errors import EagleError
+from vllm_eagle.heads import EagleHead, HeadConfig, load_head
+from vllm_eagle.train import optimizers
+from vllm_eagle.train.batches import PackedBatch, Sampler, split
+from vllm_eagle.train.evaluate import chain_acceptance
+from vllm_eagle.train.features import Example
+from vllm_eagle.train.objective import Objective
+from vllm_eagle.train.rollout import rollout, uniform_noise
+from vllm_eagle.train.sampled import SampledVocabulary
+from vllm_eagle.train.state import Journal, Record, load_state, save_state
+from vllm_eagle.train.trainable import TrainableHead
+from vllm_eagle.train.words import Words
+
+_LINEAR_START_ROUNDS = 200_000  # 170 for each of the 1,152 inputs of a 576-wide head: with 35 it overfits
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """Say how long and how to train."""
+
+    steps: int
+    batch_rounds: int = 1024
+    depths: int = 4
+    width: int = 10
+    decay: float = 0.8
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.1
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    warmup: int = 100
+    clip: float = 0.5
+    held_out_percent: int = 3
+    save_every: int = 200
+    judge_every: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.depths, self.batch_rounds, self.width) < 1:
+            raise EagleError("steps, depths, batch_rounds and width must be 1 or more")
+        if self.warmup >= self.steps:
+            raise EagleError(f"warmup={self.warmup} leaves nothing of steps={self.steps}; lower warmup")
+
+    @property
+    def objective(self) -> Objective:
+        """Return the loss these settings ask for."""
+        return Objective(self.feature_weight, self.token_weight, self.decay)
+
+
+@dataclass
+class Fit:
+    """Train one head over `sampled` and judge it over `words`; `run` continues from the last state in `folder`.
+
+    `export` is called with every saved state, so that a fit that is stopped early leaves a head behind.
+    """
+
+    config: FitConfig
+    head_config: HeadConfig
+    words: Words
+    sampled: SampledVocabulary
+    examples: Sequence[Example]
+    folder: Path
+    export: Callable[[EagleHead], None]
+    start: Path | None = None
+
+    def run(self) -> None:
+        """Train to the last step; the state is saved and the head exported."""
+        config = self.config
+        train, held = split(self.examples, config.held_out_percent)
+        if not train:
+            raise EagleError("no example left to train on; capture more answers or lower held_out_percent")
+        sampler = Sampler(train, config.batch_rounds, config.seed)
+        head = self._new_head(sampler)
+        optimizer = optimizers.build(head, config.learning_rate, config.weight_decay)
+        done = load_state(self.folder, head, optimizer, self._identity())
+        journal, batches = Journal(self.folder), sampler.from_step(done)
+        if held and not done:
+            journal.note({"step": 0, "held_out": chain_acceptance(head, held, self.words).rounded()})
+        for step in range(done, config.steps):
+            journal.record(step, self._step(step, head, optimizer, next(batches).to(self.words.lm_head.device)))
+            if held and ((step + 1) % config.judge_every == 0 or step + 1 == config.steps):
+                journal.note({"step": step + 1, "held_out": chain_acceptance(head, held, self.words).rounded()})
+            if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+                save_state(self.folder, head, optimizer, step + 1, self._identity())
+                self.export(head.exported())
+
+    def _identity(self) -> str:
+        tokens = sum(len(example.tokens) for example in self.examples)
+        return f"{self.config} on {len(self.examples)} sequences, {tokens} tokens"
+
+    def _new_head(self, sampler: Sampler) -> TrainableHead:
+        torch.manual_seed(self.config.seed)
+        head = TrainableHead(self.head_config)
+        count = max(1, _LINEAR_START_ROUNDS // self.config.batch_rounds)
+        head.start_linear(itertools.islice(sampler.from_step(0), count), self.words.embedding.cpu())
+        if self.start is not None:
+            head.start_from(load_head(self.start))
+        return head.to(self.words.lm_head.device)
+
+    def _step(self, step: int, head: TrainableHead, optimizer: AdamW, batch: PackedBatch) -> Record:
+        config = self.config
+        seed = config.seed * 1_000_003 + step
+        noise = uniform_noise(batch.features, config.noise, seed)
+        depths = rollout(head, batch, self.sampled.words(batch, seed), config.depths, config.width, noise)
+        loss, record = config.objective(depths, len(batch.start))
+        head.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(head.parameters(), config.clip)
+        optimizers.set_rate(optimizer, config.learning_rate * optimizers.cosine(step, config.steps, config.warmup))
+        optimizer.step()
+        return record | {"loss": float(loss.detach()), "norm": float(norm)}

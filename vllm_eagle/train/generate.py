@@ -1,0 +1,101 @@
+"""Let the target answer prompts, each once over any number of interrupted runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_eagle.errors import EagleError
+from vllm_eagle.train.answers import Answer, AnswerWriter, Question, answered_ids, read_answers
+from vllm_eagle.train.progress import Progress
+from vllm_eagle.train.prompts import (
+    ChatTokenizer,
+    Prompt,
+    PromptReport,
+    Temperatures,
+    interleave,
+    question_openings,
+    questions,
+    read_prompts,
+)
+
+Engine = Callable[[Iterable[Question]], Iterator[Answer]]
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Say what to answer and where to keep it; `prompts` None with `self_prompted` rows lets the target ask, too."""
+
+    out: Path
+    prompts: Path | None = None
+    self_prompted: int = 0
+    limit: int | None = None
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    max_prompt_tokens: int = 512
+    max_tokens: int = 300
+    max_question_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if (self.prompts is None) == (self.self_prompted == 0):
+            raise EagleError("give either --prompts FILE or --self-prompt COUNT, not both and not neither")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise EagleError(f"--temperatures {self.temperatures} must be one or more numbers of 0 or above")
+
+
+def generate(config: GenerateConfig, tokenizer: ChatTokenizer, decode: Callable[[list[int]], str], engine: Engine) -> str:
+    """Answer what is not answered yet under `config.out`; return a one-line summary of what was done and left out."""
+    report = PromptReport()
+    prompts = _prompts(config, tokenizer, decode, engine, report)
+    if not prompts:
+        raise EagleError(f"no usable prompt in {config.prompts or 'the self-prompted questions'} ({report})")
+    done = answered_ids(config.out)
+    open_prompts = [prompt for prompt in prompts if prompt.id not in done]
+    todo = questions(
+        open_prompts, tokenizer, Temperatures(config.temperatures), config.max_prompt_tokens, config.max_tokens, report
+    )
+    tokens = _write_all(config.out, engine(todo), Progress("answers", len(prompts), len(prompts) - len(open_prompts)))
+    return f"{tokens} new answer tokens in {config.out} ({report})"
+
+
+def _prompts(
+    config: GenerateConfig,
+    tokenizer: ChatTokenizer,
+    decode: Callable[[list[int]], str],
+    engine: Engine,
+    report: PromptReport,
+) -> list[Prompt]:
+    if config.prompts is not None:
+        return interleave(read_prompts(config.prompts, report))[: config.limit]
+    folder = config.out / "questions"
+    names = [f"self-{i:06d}" for i in range(config.self_prompted)]
+    done = answered_ids(folder)
+    openings = question_openings(tokenizer, (name for name in names if name not in done), config.max_question_tokens)
+    progress = Progress("questions", len(names), len(done.intersection(names)))
+    _write_all(folder, engine(openings), progress)
+    return _asked(folder, decode, report)
+
+
+def _asked(folder: Path, decode: Callable[[list[int]], str], report: PromptReport) -> list[Prompt]:
+    """Turn self-written questions into prompts; equal and empty ones are dropped and counted."""
+    prompts: dict[str, Prompt] = {}
+    for row in read_answers(folder):
+        text = decode(list(row.out_ids)).strip()
+        if not text:
+            report.empty += 1
+        elif text in prompts:
+            report.repeated += 1
+        else:
+            prompts[text] = Prompt(row.id, text, "self-prompted")
+    return list(prompts.values())
+
+
+def _write_all(folder: Path, answers: Iterator[Answer], progress: Progress) -> int:
+    writer = AnswerWriter(folder)
+    try:
+        for answer in answers:
+            writer.write(answer)
+            progress.add(len(answer.out_ids))
+    finally:
+        writer.close()
+    return progress.tokens
