@@ -20,8 +20,8 @@ from vllm_eagle.names import PROPOSER, WORKER
 TESTED = ("0.32.0",)
 """Releases of vLLM every hook was run against."""
 
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Targets whose attention is full, causal and rotary throughout, and whose hidden state is what their LM head reads."""
+ARCHITECTURES = frozenset({"LlamaForCausalLM"})
+"""Targets run against plain vLLM. Trees need full causal attention, and an LM head that reads the hidden state."""
 
 
 def is_ours(config: VllmConfig) -> bool:
