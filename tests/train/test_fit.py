@@ -33,12 +33,17 @@ def _command(toy_folder: Path, features: Path, out: Path, *settings: str) -> lis
     return ["fit", *paths, "--set", *SETTINGS, *settings]
 
 
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """Fit in a process of its own: an engine in this one fixes the number of threads, and sums depend on it."""
+    code = "import sys, torch; torch.set_num_threads(1); from vllm_eagle.train.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.DEVNULL)
+
+
 @pytest.fixture(scope="module")
 def fitted(toy_folder: Path, toy_features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fit a head without interruption."""
-    torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("fit")
-    assert main(_command(toy_folder, toy_features, out)) == 0
+    assert _start(_command(toy_folder, toy_features, out)).wait() == 0
     return out
 
 
@@ -59,14 +64,13 @@ def test_a_fitted_head_is_useful(fitted: Path, toy_examples: list[Example], toy_
 def test_a_killed_fit_resumes_to_the_same_weights(fitted: Path, toy_folder: Path, toy_features: Path, tmp_path: Path) -> None:
     """Catches state that is not saved (optimizer, order of data, noise) and a file torn by the kill."""
     command = _command(toy_folder, toy_features, tmp_path)
-    code = "import sys, torch; torch.set_num_threads(1); from vllm_eagle.train.cli import main; main(sys.argv[1:])"
-    process = subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.DEVNULL)
+    process = _start(command)
     while not (tmp_path / "state.pt").exists() and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it was to be killed half way"
     assert torch.load(tmp_path / "state.pt")["step"] < 240
-    assert main(command) == 0
+    assert _start(command).wait() == 0
     for folder in (fitted, tmp_path):
         assert torch.load(folder / "state.pt")["step"] == 240
     straight, resumed = (torch.load(folder / "state.pt")["head"] for folder in (fitted, tmp_path))
