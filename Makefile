@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test venv check test-full bench clean
+.PHONY: help demo test venv check test-full clean
 
 help:
 	@echo "make demo       answer a few prompts with plain vLLM and with trees, side by side (2 minutes after set-up)"
-	@echo "make test       linters, types and the test suite (10 minutes)"
+	@echo "make test       linters, types and the test suite (5 to 10 minutes)"
 	@echo "make venv       the virtual environment alone (5 minutes, 3.5 GB; a second run takes a second)"
 	@echo "make check      linters and types alone (1 minute)"
-	@echo "make test-full  the suite, and ids with and without trees on the demo model: every tree size and batch size"
+	@echo "make test-full  the suite and its slow part on tiny models: every tree shape, batch size and block offset, compiled mode"
 	@echo "make clean      remove .venv and caches"
 
 venv:

@@ -1,4 +1,4 @@
-"""vLLM's model runner with trees: nine overridden methods, each of them vLLM's own plus the tree's part."""
+"""vLLM's model runner with trees: overridden methods, most of them vLLM's own plus the tree's part."""
 
 from __future__ import annotations
 
