@@ -18,7 +18,8 @@ from vllm_eagle.integration.attention import Trees
 from vllm_eagle.integration.head_cache import PagedHeadCache
 from vllm_eagle.integration.proposer import TreeProposer
 from vllm_eagle.integration.sampling import LevelSampler, best_of_rows, is_plain_greedy, to_output
-from vllm_eagle.integration.startup import all_logits_processors, choose_attention
+from vllm_eagle.integration.scheduler import TreeDrafts
+from vllm_eagle.integration.startup import choose_attention, thinking_budgets_of_plain_decoding
 from vllm_eagle.integration.step import Step
 from vllm_eagle.tree import DraftTree
 from vllm_eagle.verify import walk, walk_greedy
@@ -38,11 +39,11 @@ class TreeRunner(CPUModelRunner):
         self._step: Step | None = None  # from a step's inputs to its drafts
         self._metadata: dict[str, Any] = {}
         self._warned = False
-        all_logits_processors(self.vllm_config, self.device, self.input_batch)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Choose the tree attention once the cache and its layout are known."""
-        super().initialize_kv_cache(*args, **kwargs)
+        super().initialize_kv_cache(*args, **kwargs)  # may make the batch anew
+        thinking_budgets_of_plain_decoding(self.input_batch, self.vllm_config)
         self.tree_attention = choose_attention(self.compilation_config.static_forward_context)
         self.drafter.bind(self)
 
@@ -55,10 +56,12 @@ class TreeRunner(CPUModelRunner):
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         count, total = self.input_batch.num_reqs, scheduler_output.total_num_scheduled_tokens
-        drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafts, kept = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.kept_rows
         tables = self.input_batch.block_table.block_tables
         self._step = step = Step(
-            trees=[self._scheduled_tree(request, drafts.get(request)) for request in self.input_batch.req_ids],
+            trees=[
+                self._scheduled_tree(request, drafts.get(request), kept.get(request)) for request in self.input_batch.req_ids
+            ],
             starts=self.query_start_loc.np[:count].copy(),
             counts=num_scheduled_tokens[:count],
             computed=self.input_batch.num_computed_tokens_cpu[:count].copy(),
@@ -72,11 +75,13 @@ class TreeRunner(CPUModelRunner):
                 table.slot_mapping.gpu[nodes] = -1
         return prepared
 
-    def _scheduled_tree(self, request: str, drafts: list[int] | None) -> DraftTree | None:
-        """Return the tree behind the scheduled drafts: a prefix of the one proposed, since the scheduler may cut it."""
+    def _scheduled_tree(self, request: str, drafts: list[int] | None, kept: list[int] | None) -> DraftTree | None:
+        """Return the tree behind the scheduled drafts: of the rows a grammar kept, a prefix, since the scheduler may cut it."""
         if not drafts:
             return None
         tree = self._trees.get(request)
+        if tree is not None and kept is not None:
+            tree = tree.subset(kept)
         if tree is not None and tree.nodes[: len(drafts)] == drafts:
             return tree.prefix(len(drafts))
         if not self._warned:
@@ -174,6 +179,14 @@ class TreeRunner(CPUModelRunner):
         self._step = None
         return [tree.nodes for tree in trees]
 
+    def take_draft_token_ids(self) -> TreeDrafts | None:
+        """Hand the scheduler the structure with the drafts: it needs it where a grammar constrains them."""
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        parents = [self._trees[request].parents[1:].tolist() for request in drafts.req_ids]
+        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, parents)
+
     def _known(self, step: Step, sampled: list[list[int]], hidden_states: Tensor) -> tuple[Known, Tensor]:
         batch = self.input_batch
         rows, homes, counts = step.known()
@@ -186,15 +199,14 @@ class TreeRunner(CPUModelRunner):
             next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)),
             positions=torch.from_numpy(positions.astype(np.int64)),
             lengths=torch.from_numpy(counts),
-            rooms=[self._room(request, r, bool(sampled[r])) for r, request in enumerate(batch.req_ids)],
+            rooms=[self._room(r, bool(sampled[r])) for r in range(len(counts))],
             histories=[batch.token_ids_cpu[r, :length] for r, length in enumerate(lengths)],
         )
         return known, torch.from_numpy(homes)
 
-    def _room(self, request: str, index: int, sampled: bool) -> int:
-        """Count the nodes a request may draft: none while its prompt is unfinished or a grammar constrains it."""
-        parameters = self.requests[request].sampling_params
-        if not sampled or (parameters is not None and parameters.structured_outputs is not None):
+    def _room(self, index: int, sampled: bool) -> int:
+        """Count the nodes a request may draft: none while its prompt is unfinished."""
+        if not sampled:
             return 0
         left = self.max_model_len - 1 - int(self.input_batch.num_tokens_no_spec[index])
         return max(0, min(left, self.num_spec_tokens))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
 from vllm_eagle.attention import VEC_LAYOUT, TreeAttention, choose
 from vllm_eagle.errors import EagleError
@@ -25,13 +24,11 @@ def share_log() -> None:
     ours.setLevel(theirs.level)
 
 
-def all_logits_processors(config: VllmConfig, device: torch.device, batch: Any) -> None:
-    """Give the batch the processors plain decoding has; under speculation vLLM builds only the first of them."""
-    plain = copy.copy(config)
-    plain.speculative_config = None
-    custom = config.model_config.logits_processors or ()
-    batch.logitsprocs = build_logitsprocs(plain, device, False, False, custom)
-    batch.logitsprocs_need_output_token_ids = bool(custom)
+def thinking_budgets_of_plain_decoding(batch: Any, config: VllmConfig) -> None:
+    """Let the batch count thinking tokens as without drafts: the walk asks for one token at a time."""
+    batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
+        config.reasoning_config, batch.max_num_reqs, 0, batch.device, False
+    )
 
 
 def choose_attention(layers: Mapping[str, Any]) -> TreeAttention:

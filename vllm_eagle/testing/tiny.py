@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_eagle.heads import EagleHead, HeadConfig, save_head
@@ -14,11 +14,20 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 def tiny_target(
-    folder: str | Path, *, vocab: int = 256, layers: int = 2, seed: int = 0, max_positions: int = 2048, damping: float = 1.0
+    folder: str | Path,
+    *,
+    vocab: int = 256,
+    layers: int = 2,
+    seed: int = 0,
+    max_positions: int = 2048,
+    damping: float = 1.0,
+    letters: bool = False,
 ) -> str:
     """Write a random Llama (hidden 64, 4 heads, 2 K/V heads of 32) with words w0, w1, ... and return the folder.
 
-    With little `damping` the next token follows mostly from the last one alone, and `tiny_head(copies=True)` can guess it.
+    With `letters` its tokens are bytes and a few pairs of JSON instead, and <think> and </think> are tokens: what grammars
+    and reasoning parsers want; `vocab` is then 300 or more. With little `damping` the next token follows mostly from the
+    last one alone, and `tiny_head(copies=True)` can guess it.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -41,12 +50,27 @@ def tiny_target(
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.mul_(damping)
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w0")  # type: ignore[no-untyped-call]
+    fast = _letters() if letters else _words(vocab)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     return str(folder)
+
+
+def _words(vocab: int) -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w0")  # type: ignore[no-untyped-call]
+
+
+def _letters() -> PreTrainedTokenizerFast:
+    special = ["<s>", "</s>", "<think>", "</think>"]
+    pairs = [("{", '"'), ('"', ":"), ('"', ","), ('"', "}"), ("a", "b"), ("1", "2")]
+    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in pairs]
+    letters = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters.decoder = decoders.ByteLevel()
+    letters.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
 
 
 def tiny_head(

@@ -69,6 +69,18 @@ class DraftTree:
         end = nodes + 1
         return DraftTree(self.tokens[:end], self.parents[:end], self.depths[:end], self.words[:end])
 
+    def subset(self, rows: Sequence[int]) -> DraftTree:
+        """Return the tree of some rows, ascending and with all their ancestors; raises `TreeError` if one is missing."""
+        place = {row: i for i, row in enumerate(rows)} | {-1: -1}
+        return DraftTree.build([int(self.tokens[row]) for row in rows], [place.get(int(self.parents[row]), -2) for row in rows])
+
+    def children(self) -> list[list[int]]:
+        """Return each row's children [N], in row order."""
+        found: list[list[int]] = [[] for _ in self.tokens]
+        for row in range(1, len(self.tokens)):
+            found[self.parents[row]].append(row)
+        return found
+
     def validate(self) -> None:
         """Check every invariant; raises `TreeError` naming the first row that breaks one."""
         seen: set[tuple[int, int]] = set()
