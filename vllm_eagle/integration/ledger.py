@@ -83,9 +83,9 @@ TOUCHES = (
           "writes accepted K/V, and the head's", "stays", ("layer", "key", "value", "kv_cache", "slot_mapping")),
     Touch("vllm.v1.worker.gpu_model_runner.build_logitsprocs", "wrapped (TreesTakeAnyProcessor)",
           "the walk needs the processors of plain decoding, custom ones included", "vLLM builds them under speculation, too"),
-    Touch("vllm.v1.sample.thinking_budget_state.maybe_create_thinking_budget_state_holder", "called for no drafts",
-          "the walk counts thinking tokens as plain decoding does", "stays",
-          ("reasoning_config", "max_num_seqs", "num_spec_tokens", "device", "is_pin_memory")),
+    Touch("vllm.v1.sample.thinking_budget_state.ThinkingBudgetStateHolder.sync_batch", "overridden, calls super",
+          "a request moved to a finished one's row inherits its thinking budget; and the walk counts without drafts",
+          "vLLM clears the row", ("batch_update",)),
     Touch("vllm._custom_ops.create_onednn_mm", "called", "the head's layers use vLLM's packed product", "stays"),
 )  # fmt: skip
 

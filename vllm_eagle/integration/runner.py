@@ -19,8 +19,9 @@ from vllm_eagle.integration.head_cache import PagedHeadCache
 from vllm_eagle.integration.proposer import TreeProposer
 from vllm_eagle.integration.sampling import LevelSampler, best_of_rows, is_plain_greedy, to_output
 from vllm_eagle.integration.scheduler import TreeDrafts
-from vllm_eagle.integration.startup import choose_attention, thinking_budgets_of_plain_decoding
+from vllm_eagle.integration.startup import choose_attention
 from vllm_eagle.integration.step import Step
+from vllm_eagle.integration.thinking import count_thinking
 from vllm_eagle.tree import DraftTree
 from vllm_eagle.verify import walk, walk_greedy
 
@@ -43,7 +44,7 @@ class TreeRunner(CPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Choose the tree attention once the cache and its layout are known."""
         super().initialize_kv_cache(*args, **kwargs)  # may make the batch anew
-        thinking_budgets_of_plain_decoding(self.input_batch, self.vllm_config)
+        count_thinking(self.input_batch, self.vllm_config)
         self.tree_attention = choose_attention(self.compilation_config.static_forward_context)
         self.drafter.bind(self)
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
 from vllm_eagle.attention import VEC_LAYOUT, TreeAttention, choose
 from vllm_eagle.errors import EagleError
@@ -22,13 +20,6 @@ def share_log() -> None:
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_eagle")
     ours.handlers, ours.propagate = theirs.handlers, False
     ours.setLevel(theirs.level)
-
-
-def thinking_budgets_of_plain_decoding(batch: Any, config: VllmConfig) -> None:
-    """Let the batch count thinking tokens as without drafts: the walk asks for one token at a time."""
-    batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
-        config.reasoning_config, batch.max_num_reqs, 0, batch.device, False
-    )
 
 
 def choose_attention(layers: Mapping[str, Any]) -> TreeAttention:
