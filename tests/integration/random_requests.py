@@ -68,11 +68,11 @@ class Request:
 
 
 class RequestMaker:
-    """Draw requests for a target whose usable tokens are `tokens`; `think` are its reasoning tokens, if it has any."""
+    """Draw requests over some tokens of a target; `think` starts a reasoning section, if the target has them."""
 
-    def __init__(self, seed: int, vocab: int, tokens: list[int], words: list[str], think: tuple[int, int] | None) -> None:
+    def __init__(self, seed: int, tokens: list[int], words: list[str], think: int | None) -> None:
         self.random = random.Random(seed)
-        self.vocab, self.tokens, self.words, self.think = vocab, tokens, words, think
+        self.tokens, self.words, self.think = tokens, words, think
 
     def chance(self, share: float) -> bool:
         return self.random.random() < share
@@ -119,7 +119,7 @@ class RequestMaker:
             for unfit in ("allowed_token_ids", "bad_words", "logit_bias", "extra_args"):  # may leave no token at all
                 params.pop(unfit, None)
         if self.think is not None and self.chance(0.3):
-            prompt.append(self.think[0])
+            prompt.append(self.think)
             params["thinking_token_budget"] = draw.randint(0, 12)
         return Request(prompt, params, structure, arrival=draw.choice([0, 0, 0, draw.randint(1, 25)]))
 

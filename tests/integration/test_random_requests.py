@@ -9,30 +9,15 @@ from typing import Any
 
 import pytest
 from vllm import LLM
-from vllm.config import ReasoningConfig
 
-from tests.integration.harness import counters, engine, runner_of, since
-from tests.integration.random_requests import RequestMaker, Shift, describe, differences, run
-from vllm_eagle import speculate
-from vllm_eagle.testing import Half, Hostile, Oracle, tiny_head, tiny_target
-
-THINK = (2, 3)
-LETTERS = list(range(36, 131))  # the printable part of the tiny target's bytes
+from tests.integration.harness import LETTERS, THINK, counters, drafting, lettered_engines, runner_of, since
+from tests.integration.random_requests import RequestMaker, describe, differences, run
+from vllm_eagle.testing import Half, Hostile, Oracle
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
-    folder = tmp_path_factory.mktemp("letters")
-    target, head = tiny_target(folder / "target", vocab=300, letters=True), tiny_head(folder / "head", vocab=300)
-    options: dict[str, Any] = {
-        "logits_processors": [Shift],
-        "max_logprobs": 10,
-        "reasoning_config": ReasoningConfig(
-            reasoning_parser="deepseek_r1", reasoning_start_str="<think>", reasoning_end_str="</think>"
-        ),
-        "structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": "deepseek_r1"},
-    }
-    return engine(target, **options), engine(target, **options, **speculate(head, tree_size=34, tree_depth=5, tree_top_k=4))
+    return lettered_engines(tmp_path_factory.mktemp("letters"))
 
 
 def check(engines: tuple[LLM, LLM], seed: int) -> None:
@@ -40,7 +25,7 @@ def check(engines: tuple[LLM, LLM], seed: int) -> None:
     tokenizer = plain.get_tokenizer()
     words = [text for token in LETTERS if (text := tokenizer.decode([token])).strip()]
     words += [words[i] + words[(7 * i) % len(words)] for i in range(len(words))]
-    make = RequestMaker(seed, 300, LETTERS, words, THINK)
+    make = RequestMaker(seed, LETTERS, words, THINK)
     requests = [make() for _ in range(12)]
     # alone: in company, vLLM 0.32 hands a finished request's thinking budget to whoever moves into its row
     want = [run(plain, [request])[0] for request in requests]
@@ -55,11 +40,8 @@ def check(engines: tuple[LLM, LLM], seed: int) -> None:
     }
     before = counters(tree)
     for name, drafter in drafters.items():
-        runner.drafter.drafter = drafter
-        try:
+        with drafting(tree, drafter):
             got = run(tree, requests)
-        finally:
-            runner.drafter.drafter = head
         for request, one, two in zip(requests, want, got, strict=True):
             found = differences(one, two)
             assert not found, f"seed {seed}, {name}: {found}; alone: {describe(request)}"
