@@ -1,4 +1,8 @@
-"""Requests with parameters drawn at random, run in random company, and a comparison of everything a user sees."""
+"""Requests with parameters drawn at random, run in random company, and a comparison of everything a user sees.
+
+`logprob_token_ids` is not drawn: in vLLM 0.32 one such request takes the logprobs of all others in its batch away, without
+speculation too. `test_logprobs.py` compares it among its like.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 STRUCTURES: list[dict[str, Any]] = [
@@ -63,8 +67,12 @@ class Request:
     arrival: int
 
     def sampling(self) -> SamplingParams:
-        extra = {} if self.structure is None else {"structured_outputs": StructuredOutputsParams(**self.structure)}
-        return SamplingParams(**self.params, **extra, output_kind=RequestOutputKind.FINAL_ONLY)
+        extra: dict[str, Any] = (
+            {} if self.structure is None else {"structured_outputs": StructuredOutputsParams(**self.structure)}
+        )
+        if (pattern := self.params.get("repetition_detection")) is not None:
+            extra["repetition_detection"] = RepetitionDetectionParams(**pattern)
+        return SamplingParams(**{**self.params, **extra}, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 class RequestMaker:
@@ -106,10 +114,15 @@ class RequestMaker:
             (0.3, "logprobs", lambda: draw.choice([0, 1, 4])),
             (0.2, "prompt_logprobs", lambda: draw.choice([0, 2])),
             (0.2, "extra_args", lambda: {"shift": True}),
+            (0.2, "flat_logprobs", lambda: True),
+            (0.2, "skip_special_tokens", lambda: False),
+            (0.2, "repetition_detection", lambda: {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3}),
         ]
         for share, name, value in options:
             if self.chance(share):
                 params[name] = value()
+        if "stop" not in params and self.chance(0.1):
+            params["detokenize"] = False
         if params["temperature"] == 0:
             params["n"] = 1  # vLLM refuses more
         if "stop_token_ids" in params and self.chance(0.5):

@@ -33,7 +33,7 @@ def visit(manager: StructuredOutputManager, request: Request, tree: DraftTree) -
             longer = [*path, token]
             if manager._get_constraint_bounds(request, longer).grammar_start > len(path):
                 yield from below(child, longer)
-            elif not grammar.is_terminated() and grammar.validate_tokens([token]):
+            elif token >= 0 and not grammar.is_terminated() and grammar.validate_tokens([token]):
                 grammar.accept_tokens(request.request_id, [token])
                 yield from below(child, longer)
                 grammar.rollback(1)

@@ -18,7 +18,7 @@ from vllm_eagle.integration.attention import Trees
 from vllm_eagle.integration.head_cache import PagedHeadCache
 from vllm_eagle.integration.proposer import TreeProposer
 from vllm_eagle.integration.sampling import LevelSampler, best_of_rows, is_plain_greedy, to_output
-from vllm_eagle.integration.scheduler import TreeDrafts
+from vllm_eagle.integration.scheduler import PLACEHOLDER, TreeDrafts
 from vllm_eagle.integration.startup import choose_attention
 from vllm_eagle.integration.step import Step
 from vllm_eagle.integration.thinking import count_thinking
@@ -80,6 +80,8 @@ class TreeRunner(CPUModelRunner):
         """Return the tree behind the scheduled drafts: of the rows a grammar kept, a prefix, since the scheduler may cut it."""
         if not drafts:
             return None
+        if drafts[0] == PLACEHOLDER:
+            return DraftTree.chain(0, drafts)
         tree = self._trees.get(request)
         if tree is not None and kept is not None:
             tree = tree.subset(kept)
@@ -88,7 +90,7 @@ class TreeRunner(CPUModelRunner):
         if not self._warned:
             logger.warning("drafts of request %s are not those proposed for it; such drafts are verified as a chain", request)
             self._warned = True
-        return DraftTree.build([0, *drafts], range(-1, len(drafts)))
+        return DraftTree.chain(0, drafts)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)

@@ -18,6 +18,9 @@ from vllm.v1.request import Request
 from vllm_eagle.integration.grammar import allowed_rows, masks
 from vllm_eagle.tree import DraftTree
 
+PLACEHOLDER = -1
+"""Draft token with which vLLM pads a request that joins running ones with a single new token; never accepted."""
+
 
 @dataclass
 class TreeDrafts(DraftTokenIds):
@@ -77,5 +80,7 @@ class TreeScheduler(Scheduler):
         return GrammarOutput(list(trees), mask, [tree.size for tree in trees.values()])
 
     def _scheduled(self, request: Request, output: SchedulerOutput) -> DraftTree:
-        nodes = len(output.scheduled_spec_decode_tokens.get(request.request_id, ()))
-        return self._pruned[request.request_id].tree.prefix(nodes) if nodes else DraftTree.build([0], [-1])
+        drafts = output.scheduled_spec_decode_tokens.get(request.request_id, [])
+        if not drafts or drafts[0] == PLACEHOLDER:
+            return DraftTree.chain(0, drafts)
+        return self._pruned[request.request_id].tree.prefix(len(drafts))

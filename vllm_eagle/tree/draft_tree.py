@@ -52,6 +52,11 @@ class DraftTree:
         tree.validate()
         return tree
 
+    @classmethod
+    def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
+        """Return the tree in which every token is the only child of the one before it."""
+        return cls.build([root, *tokens], range(-1, len(tokens)))
+
     @property
     def size(self) -> int:
         """Count the drafted nodes, the root not counted."""
