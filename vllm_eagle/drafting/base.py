@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_eagle.drafting.noise import Draws
 from vllm_eagle.tree import DraftTree, TreeRows
 
 
@@ -35,6 +36,7 @@ class Known:
     lengths: Tensor  # [R] int32, how many of the T belong to each request, at least 1
     rooms: Sequence[int]  # [R] most nodes that may be drafted; 0 for a request that drafts nothing now
     histories: Sequence[NDArray[np.int32]]  # [R] all certain tokens of each request, the root last
+    draws: Draws | None = None  # [R] how the target will draw; None when it takes the best token everywhere, or is not known
 
     @property
     def ends(self) -> Tensor:

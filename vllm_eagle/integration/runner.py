@@ -12,12 +12,21 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_eagle import envs
 from vllm_eagle.attention import TreeAttention
 from vllm_eagle.drafting import Known
 from vllm_eagle.integration.attention import Trees
 from vllm_eagle.integration.head_cache import PagedHeadCache
 from vllm_eagle.integration.proposer import TreeProposer
-from vllm_eagle.integration.sampling import LevelSampler, best_of_rows, is_plain_greedy, to_output
+from vllm_eagle.integration.sampling import (
+    LevelSampler,
+    best_of_rows,
+    is_plain_greedy,
+    noise_is_ours,
+    peek_draws,
+    seed_the_unseeded,
+    to_output,
+)
 from vllm_eagle.integration.scheduler import PLACEHOLDER, TreeDrafts
 from vllm_eagle.integration.startup import choose_attention
 from vllm_eagle.integration.step import Step
@@ -40,6 +49,7 @@ class TreeRunner(CPUModelRunner):
         self._step: Step | None = None  # from a step's inputs to its drafts
         self._metadata: dict[str, Any] = {}
         self._warned = False
+        self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Choose the tree attention once the cache and its layout are known."""
@@ -121,6 +131,8 @@ class TreeRunner(CPUModelRunner):
             best = best_of_rows(self.sampler.greedy_sample, logits, first_rows, counts)
             step.walk = walk_greedy(step.trees, taking_part, best)
             return to_output(step.walk, [])
+        if self._shares_noise:
+            seed_the_unseeded(self.input_batch)
         outputs = [self.requests[request].output_token_ids for request in self.input_batch.req_ids]
         sampler = LevelSampler(self.sampler, metadata, logits, first_rows, outputs)
         with sampler.histories():
@@ -204,6 +216,7 @@ class TreeRunner(CPUModelRunner):
             lengths=torch.from_numpy(counts),
             rooms=[self._room(r, bool(sampled[r])) for r in range(len(counts))],
             histories=[batch.token_ids_cpu[r, :length] for r, length in enumerate(lengths)],
+            draws=peek_draws(batch, self.drafter.growth.depth) if self._shares_noise else None,
         )
         return known, torch.from_numpy(homes)
 

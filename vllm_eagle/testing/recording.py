@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_eagle.drafting import HeadCache, HeadDrafter, Known
+from vllm_eagle.drafting import Draws, HeadCache, HeadDrafter, Known
 from vllm_eagle.drafting.reference import next_feature
 from vllm_eagle.heads import EagleHead
 from vllm_eagle.tree import CandidatePool, DraftTree
@@ -38,7 +38,7 @@ class CheckedDrafter(HeadDrafter):
         self._own: dict[int, dict[tuple[int, ...], Tensor]] = {}  # the reference's own features, by path
         return super().draft(known, cache)
 
-    def _offer(self, pool: CandidatePool, features: Tensor) -> None:
+    def _offer(self, pool: CandidatePool, features: Tensor, draws: Draws | None) -> None:
         """Compare the frontier's features [R, F, D] before its candidates are taken."""
         for row, r in enumerate(self._now):
             target = torch.cat(self.features[self._known.request_ids[r]])
@@ -52,4 +52,4 @@ class CheckedDrafter(HeadDrafter):
                 gap = (self.logits(want[None]) - self.logits(features[row, slot][None])).abs().max().item()
                 self.worst[len(path)] = max(self.worst.get(len(path), 0.0), gap)
                 self.checked[len(path)] = self.checked.get(len(path), 0) + 1
-        super()._offer(pool, features)
+        super()._offer(pool, features, draws)
