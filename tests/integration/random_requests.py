@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +77,16 @@ class Request:
 
 
 class RequestMaker:
-    """Draw requests over some tokens of a target; `think` starts a reasoning section, if the target has them."""
+    """Draw requests over some tokens and words of a target.
 
-    def __init__(self, seed: int, tokens: list[int], words: list[str], think: int | None) -> None:
+    `think` starts a reasoning section, if the target has them; prompts are random tokens or, if given, some of `texts`.
+    """
+
+    def __init__(
+        self, seed: int, tokens: list[int], words: list[str], think: int | None, texts: Sequence[list[int]] = ()
+    ) -> None:
         self.random = random.Random(seed)
-        self.tokens, self.words, self.think = tokens, words, think
+        self.tokens, self.words, self.think, self.texts = tokens, words, think, texts
 
     def chance(self, share: float) -> bool:
         return self.random.random() < share
@@ -90,7 +96,7 @@ class RequestMaker:
 
     def __call__(self) -> Request:
         draw, structure = self.random, None
-        prompt = draw.choices(self.tokens, k=draw.randint(1, 90))
+        prompt = list(draw.choice(self.texts)) if self.texts else draw.choices(self.tokens, k=draw.randint(1, 90))
         params: dict[str, Any] = {
             "temperature": draw.choice([0, 0, 0.7, 1.3]),
             "seed": draw.randrange(2**31),

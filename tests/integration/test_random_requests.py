@@ -5,13 +5,16 @@ Five batches of twelve in the suite; `make test-full` draws five hundred request
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import LLM
 
-from tests.integration.harness import LETTERS, THINK, counters, drafting, lettered_engines, runner_of, since
-from tests.integration.random_requests import RequestMaker, describe, differences, run
+from tests.integration.harness import LETTERS, THINK, counters, drafting, engine, lettered_engines, runner_of, since
+from tests.integration.random_requests import RequestMaker, Shift, describe, differences, run
+from vllm_eagle import speculate
+from vllm_eagle.demo.model import demo_model
 from vllm_eagle.testing import Half, Hostile, Oracle
 
 
@@ -60,3 +63,42 @@ def test_equal_in_random_company(engines: tuple[LLM, LLM], seed: int) -> None:
 def test_equal_in_random_company_at_length(engines: tuple[LLM, LLM], seed: int) -> None:
     """The same five hundred requests long."""
     check(engines, seed)
+
+
+QUESTIONS = [
+    "Why is the sky blue?",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "Give me three tips for learning to cook, as a numbered list.",
+    "Explain photosynthesis to a ten-year-old.",
+    "Write a Python function that reverses a list.",
+    "Describe a busy market in the early morning.",
+]
+
+
+@pytest.fixture(scope="module")
+def real(repository: Path) -> tuple[LLM, LLM]:
+    model, head = str(demo_model()), str(repository / "examples" / "heads" / "smollm2-135m-eagle1")
+    options: dict[str, Any] = {"max_logprobs": 10, "logits_processors": [Shift], "block_size": 128}
+    options["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
+    return engine(model, **options), engine(model, **options, **speculate(head, tree_size=12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 105))
+def test_a_real_head_on_a_real_model(real: tuple[LLM, LLM], seed: int) -> None:
+    """Catches what only a real vocabulary, real grammars over it, or a head that is half right brings out."""
+    plain, tree = real
+    tokenizer = plain.get_tokenizer()
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
+        for text in QUESTIONS
+    ]
+    words = [" the", "and", ".", ",", "?", " of a", "ing", " is", " to", "light", "for", " you", "def", "**", " in the"]
+    make = RequestMaker(seed, list(range(20, 20000)), words, None, texts)
+    requests = [make() for _ in range(12)]
+    want = [run(plain, [request])[0] for request in requests]
+    before = counters(tree)
+    for request, one, two in zip(requests, want, run(tree, requests), strict=True):
+        found = differences(one, two)
+        assert not found, f"seed {seed}: {found}; alone: {describe(request)}"
+    assert since(before, counters(tree))["accepted_tokens"] > 20
