@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from vllm_eagle.heads import Attend, EagleHead, HeadConfig
+from vllm_eagle.heads import AnyHead, Attend, EagleHead, HeadConfig
 from vllm_eagle.train.batches import PackedBatch
 
 _RIDGE = 1e-3  # of the mean eigenvalue
@@ -80,7 +80,7 @@ class TrainableHead(nn.Module):
         return plain.eval().requires_grad_(False)
 
     @torch.no_grad()
-    def start_from(self, plain: EagleHead) -> None:
+    def start_from(self, plain: AnyHead) -> None:
         """Continue a plain head in the bases set before."""
         for path, weight in plain.named_parameters():
             owner, _, name = path.rpartition(".")
