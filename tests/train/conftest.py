@@ -1,4 +1,4 @@
-"""A toy target (2 layers, vocabulary 256) with its own answers and their features."""
+"""A toy target (3 layers, vocabulary 256) with its own answers and their features."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=256,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -70,7 +70,7 @@ def toy_answers(toy_target: Target, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def toy_features(toy_target: Target, toy_answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy_features")
-    capture(CaptureConfig((toy_answers,), folder, rows_per_shard=50, batch_tokens=300), toy_target)
+    capture(CaptureConfig((toy_answers,), folder, rows_per_shard=50, batch_tokens=300, aux_layers=(0, 1, 2)), toy_target)
     return folder
 
 

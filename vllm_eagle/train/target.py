@@ -1,6 +1,6 @@
 """The target as training needs it: its features for given tokens, its embedding and its LM head.
 
-Shapes: `B` sequences, `T` tokens of the longest, `N` rows, `D` hidden, `V` vocabulary.
+Shapes: `B` sequences, `T` tokens of the longest, `N` rows, `D` hidden, `A` auxiliary layers, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ class Target:
         """Return the output projection [V, D]."""
         return self.model.get_output_embeddings().weight  # type: ignore[no-any-return]
 
-    @torch.inference_mode()
     def features(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return for each sequence its features [T, D]: what the LM head reads, after the final norm.
+        """Return for each sequence its features [T, D]: what the LM head reads, after the final norm."""
+        return [feature for feature, _ in self.states(sequences, ())]
+
+    @torch.inference_mode()
+    def states(self, sequences: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return for each sequence its features [T, D] and the inputs of `aux_layers`, side by side [T, A*D].
 
         Padded on the right: under a causal mask no real token sees the padding.
         """
@@ -56,8 +60,11 @@ class Target:
         tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
         for row, ids in zip(tokens, sequences, strict=True):
             row[: len(ids)] = torch.tensor(ids)
-        hidden = self.model.model(tokens.to(self.embedding.device), use_cache=False).last_hidden_state  # [B, T, D]
-        return [hidden[i, : len(ids)] for i, ids in enumerate(sequences)]
+        tokens = tokens.to(self.embedding.device)
+        out = self.model.model(tokens, use_cache=False, output_hidden_states=bool(aux_layers))
+        features = out.last_hidden_state  # [B, T, D]
+        aux = torch.cat([features[..., :0], *(out.hidden_states[i] for i in aux_layers)], dim=-1)  # entry i enters layer i
+        return [(features[i, : len(ids)], aux[i, : len(ids)]) for i, ids in enumerate(sequences)]
 
     @torch.inference_mode()
     def logits(self, features: Tensor) -> Tensor:
