@@ -80,6 +80,18 @@ def toy_examples(toy_features: Path) -> list[Example]:
 
 
 @pytest.fixture(scope="session")
+def toy_states(toy_features: Path) -> list[Example]:
+    """Return the same examples as an EAGLE-3 head reads them."""
+    return read_examples(toy_features, (0, 1, 2))
+
+
+@pytest.fixture(scope="session")
 def toy_words(toy_folder: Path, toy_examples: list[Example]) -> Words:
     vocabulary = frequent_tokens(toy_examples, head_config(toy_folder, 1).vocab_size, 256)
     return Ends.load(toy_folder).words(vocabulary)
+
+
+@pytest.fixture(scope="session")
+def toy_draft_words(toy_folder: Path, toy_examples: list[Example]) -> Words:
+    """Cut to the 60 most frequent tokens, in ascending order, as an EAGLE-3 head's rows are."""
+    return Ends.load(toy_folder).words(frequent_tokens(toy_examples, 256, 60).sort().values)

@@ -192,10 +192,13 @@ def _train(args: argparse.Namespace) -> None:
     def step(**changes: object) -> argparse.Namespace:
         return argparse.Namespace(**{**vars(args), **changes})
 
+    from vllm_eagle.train.settings import read_settings
+
     answers, features = args.out / "answers", args.out / "features"
+    aux_layers = "auto" if read_settings(args.settings, args.set).recipe == "eagle3" else "off"
     longest = args.max_prompt_tokens + args.max_tokens
     _generate(step(out=answers))
-    _capture(step(answers=[answers], out=features, batch_tokens=4096, max_length=longest))
+    _capture(step(answers=[answers], out=features, batch_tokens=4096, max_length=longest, aux_layers=aux_layers))
     _fit(step(features=[features], out=args.out / "fit"))
 
 

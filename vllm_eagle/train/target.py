@@ -72,10 +72,26 @@ class Target:
         return F.linear(features.to(self.lm_head.dtype), self.lm_head)
 
 
-def head_config(target: Path, num_layers: int, intermediate_size: int | None = None) -> HeadConfig:
-    """Describe a head that fits `target`: its sizes, `num_layers` decoder layers, no biases."""
+def count_layers(target: Path) -> int:
+    """Return how many decoder layers the model in `target` has."""
+    return int(AutoConfig.from_pretrained(target).num_hidden_layers)
+
+
+def head_config(
+    target: Path,
+    num_layers: int,
+    intermediate_size: int | None = None,
+    draft_vocab_size: int | None = None,
+    aux_layers: Sequence[int] = (),
+) -> HeadConfig:
+    """Describe a head that fits `target`: its sizes, `num_layers` decoder layers, no biases.
+
+    With a `draft_vocab_size` it is an EAGLE-3 head that reads the inputs of the target's `aux_layers`.
+    """
     raw = AutoConfig.from_pretrained(target).to_dict()
-    wanted = {"num_hidden_layers": num_layers, "bias": False, "qkv_bias": False}
+    wanted: dict[str, Any] = {"num_hidden_layers": num_layers, "bias": False, "qkv_bias": False}
+    if draft_vocab_size is not None:
+        wanted |= {"draft_vocab_size": draft_vocab_size, "eagle_aux_hidden_state_layer_ids": aux_layers}
     if intermediate_size is not None:
         wanted["intermediate_size"] = intermediate_size
     return HeadConfig.from_hf(raw | wanted, str(target))
