@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_eagle.heads import Eagle3Head, load_head, new_head
-from vllm_eagle.train import optimizers
+from vllm_eagle.train import cli, optimizers
 from vllm_eagle.train.batches import split
 from vllm_eagle.train.cli import main
 from vllm_eagle.train.evaluate import chain_acceptance
@@ -159,6 +160,18 @@ def test_features_without_states_are_refused(
     assert main(["capture", *paths]) == 0
     assert main(_command(toy_folder, tmp_path / "features", tmp_path / "out", recipe="eagle3")) == 2
     assert "capture into another folder with --aux-layers auto" in capsys.readouterr().err
+
+
+def test_train_captures_what_its_recipe_reads(
+    toy_folder: Path, toy_answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a whole run that ends, hours after its start, in features its recipe cannot read."""
+    monkeypatch.setattr(cli, "_generate", lambda args: shutil.copytree(toy_answers, args.out))
+    paths = ["--model", str(toy_folder), "--out", str(tmp_path)]
+    settings = [*SETTINGS["eagle3"], "steps=11", "held_out_percent=0"]
+    assert main(["train", *paths, "--self-prompt", "1", "--set", *settings]) == 0
+    assert load_head(tmp_path / "fit" / "head").config.aux_layers == (0, 1, 2)
+    assert main(["train", *paths, "--self-prompt", "1", "--set", *settings, "noise=0.1"]) == 2
 
 
 def test_the_rate_warms_up_and_falls() -> None:

@@ -81,7 +81,7 @@ def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> AnyHead
 
 
 def save_head(head: AnyHead, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the original layout; `load_head` and vLLM's own EAGLE loader read it back."""
+    """Write the original layout; `load_head` reads it back, and an EAGLE-1 head vLLM's own EAGLE loader, too."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = head.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}

@@ -33,6 +33,7 @@ _FIT = """\
 Train a head on captured features and export it. The head is run on its own outputs for several depths, because that
 is how it drafts: trained for one step only it does not survive its own mistakes. A killed run continues from its last
 saved state with the same result; give --start to train an exported head further on other data or settings.
+The setting recipe=eagle3 trains an EAGLE-3 head, on features captured with --aux-layers auto.
 
   example: vllm-eagle fit --model MODEL --features data/features --settings configs/train/eagle1.toml --out heads/mine
 """
