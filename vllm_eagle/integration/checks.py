@@ -109,6 +109,8 @@ def _check_sizes(config: VllmConfig, options: Options) -> None:
 
 
 def _check_head(config: VllmConfig, head: HeadConfig, folder: str) -> None:
+    if head.is_eagle3:
+        raise HeadError(f"head {folder} is an EAGLE-3 head, which is trained but not served yet; give an EAGLE-1/2 head")
     model = config.model_config
     if head.hidden_size != model.get_hidden_size():
         raise HeadError(

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from vllm_eagle.heads import EagleHead, HeadConfig, save_head
+from vllm_eagle.heads import Eagle3Head, EagleHead, HeadConfig, new_head, save_head
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -83,12 +83,13 @@ def tiny_head(
     seed: int = 1,
     copies: bool = False,
     heads: tuple[int, int, int] = (4, 2, 32),
+    draft_vocab: int | None = None,
 ) -> str:
-    """Write a random EAGLE-1 head that fits `tiny_target` and return the folder.
+    """Write a random head that fits `tiny_target` and return the folder: EAGLE-1, or EAGLE-3 with a `draft_vocab` size.
 
     `heads` are query heads, K/V heads and head size; the default is the target's own.
 
-    With `copies` its fusion passes the token's embedding on: right about a damped target, now and then.
+    With `copies` the fusion of an EAGLE-1 head passes the token's embedding on: right about a damped target, now and then.
     """
     torch.manual_seed(seed)
     config = HeadConfig(
@@ -101,13 +102,17 @@ def tiny_head(
         vocab_size=vocab,
         rms_norm_eps=1e-6,
         max_positions=2048,
-        fusion_bias=bias,
+        fusion_bias=bias and draft_vocab is None,
         qkv_bias=False,
+        draft_vocab_size=draft_vocab,
+        aux_layers=() if draft_vocab is None else (0, 1, 1),
     )
-    head = EagleHead(config)
+    head = new_head(config)
+    if isinstance(head, Eagle3Head):
+        head.set_vocabulary(torch.randperm(vocab)[:draft_vocab].sort().values)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.02 if copies else 0.08)
-    if copies:
+    if copies and isinstance(head, EagleHead):
         head.fc.weight.data[:, :hidden] += torch.eye(hidden)
     save_head(head, folder, torch.float32)
     return str(folder)

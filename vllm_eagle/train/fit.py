@@ -1,4 +1,4 @@
-"""Fit a head to captured features: recipe `eagle1`, with an unroll over the head's own outputs."""
+"""Fit a head to captured features, unrolled over its own outputs: recipes `eagle1` and `eagle3`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from torch import nn
 from torch.optim import AdamW
 
 from vllm_eagle.errors import EagleError
-from vllm_eagle.heads import EagleHead, HeadConfig, load_head
+from vllm_eagle.heads import AnyHead, HeadConfig
 from vllm_eagle.train import optimizers
 from vllm_eagle.train.batches import PackedBatch, Sampler, split
 from vllm_eagle.train.evaluate import chain_acceptance
 from vllm_eagle.train.features import Example
 from vllm_eagle.train.objective import Objective
 from vllm_eagle.train.rollout import rollout, uniform_noise
-from vllm_eagle.train.sampled import SampledVocabulary
 from vllm_eagle.train.state import Journal, Record, load_state, save_state
-from vllm_eagle.train.trainable import TrainableHead
+from vllm_eagle.train.trainable import TrainableHead, trainable
 from vllm_eagle.train.words import Words
 
-_LINEAR_START_ROUNDS = 200_000  # 170 for each of the 1,152 inputs of a 576-wide head: with 35 it overfits
+_START_ROUNDS = 200_000  # 170 for each of the 1,152 inputs of a 576-wide EAGLE-1 head: its linear start overfits with 35
 
 
 @dataclass(frozen=True)
@@ -62,19 +61,28 @@ class FitConfig:
 
 @dataclass
 class Fit:
-    """Train one head over `sampled` and judge it over `words`; `run` continues from the last state in `folder`.
+    """Train one head over the words of each batch and judge it over `words`; `run` continues from the state in `folder`.
 
-    `export` is called with every saved state, so that a fit that is stopped early leaves a head behind.
+    `batch_words` gives the words of a batch from a seed. `export` is called with every saved state, so that a fit that is
+    stopped early leaves a head behind.
     """
 
     config: FitConfig
     head_config: HeadConfig
     words: Words
-    sampled: SampledVocabulary
+    batch_words: Callable[[PackedBatch, int], Words]
     examples: Sequence[Example]
     folder: Path
-    export: Callable[[EagleHead], None]
-    start: Path | None = None
+    export: Callable[[AnyHead], None]
+    start: AnyHead | None = None
+
+    def __post_init__(self) -> None:
+        if self.start is None:
+            return
+        for name in ("kind", "num_layers", "intermediate_size", "aux_layers"):
+            theirs, ours = getattr(self.start.config, name), getattr(self.head_config, name)
+            if theirs != ours:
+                raise EagleError(f"--start is a head with {name} {theirs}, this fit trains one with {ours}; it cannot continue")
 
     def run(self) -> None:
         """Train to the last step; the state is saved and the head exported."""
@@ -99,22 +107,25 @@ class Fit:
 
     def _identity(self) -> str:
         tokens = sum(len(example.tokens) for example in self.examples)
-        return f"{self.config} on {len(self.examples)} sequences, {tokens} tokens"
+        head, aux = self.head_config, ""
+        if head.is_eagle3:
+            aux = f", states of layers {head.aux_layers}, {head.draft_vocab_size} tokens to draft from"
+        return f"{self.config} on {len(self.examples)} sequences, {tokens} tokens{aux}"
 
     def _new_head(self, sampler: Sampler) -> TrainableHead:
         torch.manual_seed(self.config.seed)
-        head = TrainableHead(self.head_config)
-        count = max(1, _LINEAR_START_ROUNDS // self.config.batch_rounds)
-        head.start_linear(itertools.islice(sampler.from_step(0), count), self.words.embedding.cpu())
+        head = trainable(self.head_config)
+        count = max(1, _START_ROUNDS // self.config.batch_rounds)
+        head.begin(itertools.islice(sampler.from_step(0), count), self.words)
         if self.start is not None:
-            head.start_from(load_head(self.start))
+            head.start_from(self.start)
         return head.to(self.words.lm_head.device)
 
     def _step(self, step: int, head: TrainableHead, optimizer: AdamW, batch: PackedBatch) -> Record:
         config = self.config
         seed = config.seed * 1_000_003 + step
         noise = uniform_noise(batch.features, config.noise, seed)
-        depths = rollout(head, batch, self.sampled.words(batch, seed), config.depths, config.width, noise)
+        depths = rollout(head, batch, self.batch_words(batch, seed), config.depths, config.width, noise)
         loss, record = config.objective(depths, len(batch.start))
         head.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

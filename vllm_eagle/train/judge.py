@@ -7,28 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from vllm_eagle.heads import load_head
+from vllm_eagle.heads import AnyHead, Eagle3Head, load_head
 from vllm_eagle.train.card import Judgement
 from vllm_eagle.train.evaluate import chain_acceptance
 from vllm_eagle.train.features import Example, read_examples
+from vllm_eagle.train.target import count_layers
 from vllm_eagle.train.tree import TreeShape, mean_accepted_length
 from vllm_eagle.train.vocabulary import read_vocabulary
 from vllm_eagle.train.words import Ends
 
 
 def judge(model: Path, head_folder: Path, features: Path, shape: TreeShape, limit: int | None) -> Judgement:
-    """Score the head in `head_folder` on up to `limit` answers of `features`.
-
-    Drafts come from `draft_vocab.json` beside the head when it is there, from the whole vocabulary otherwise.
-    """
-    head = load_head(head_folder)
-    listed = head_folder / "draft_vocab.json"
-    size = head.config.vocab_size
-    vocabulary = read_vocabulary(listed, size) if listed.is_file() else torch.arange(size)
-    ends = Ends.load(model)
-    examples: Sequence[Example] = read_examples(features)[:limit]
-    ends.check(examples)
+    """Score the head in `head_folder` on up to `limit` answers of `features`."""
+    head, ends = load_head(head_folder), Ends.load(model)
+    layers = head.config.states_read(count_layers(model))
+    vocabulary = _vocabulary(head, head_folder)
+    examples: Sequence[Example] = read_examples(features, layers)[:limit]
+    ends.check(examples, layers)
     words = ends.words(vocabulary)
     return Judgement(
         features.name,
@@ -37,6 +34,14 @@ def judge(model: Path, head_folder: Path, features: Path, shape: TreeShape, limi
         shape,
         mean_accepted_length(head, examples, words, vocabulary, shape),
     )
+
+
+def _vocabulary(head: AnyHead, folder: Path) -> Tensor:
+    """Return the tokens drafted from [S]: an EAGLE-3 head's own, else `draft_vocab.json` beside the head, else all."""
+    if isinstance(head, Eagle3Head):
+        return head.vocabulary
+    listed, size = folder / "draft_vocab.json", head.config.vocab_size
+    return read_vocabulary(listed, size) if listed.is_file() else torch.arange(size)
 
 
 def as_json(judged: Judgement, head_folder: Path) -> str:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from vllm_eagle.heads import Head
 from vllm_eagle.train.batches import PackedBatch, pack
 from vllm_eagle.train.features import Example
-from vllm_eagle.train.rollout import Head
 from vllm_eagle.train.unroll import SlotAttention, attend_round
 from vllm_eagle.train.words import Words
 
@@ -73,6 +73,7 @@ class _Lineage:
 class _Grower:
     """Hold what the trees of all rounds of one sequence share, and every proposal made for them."""
 
+    head: Head
     batch: PackedBatch
     words: Words
     vocabulary: Tensor
@@ -85,7 +86,8 @@ class _Grower:
 
         Their parents' rows [R*W] among the nodes come along.
         """
-        best = (out @ self.words.lm_head.T).log_softmax(-1).topk(self.shape.width, dim=-1)  # [R, W, width]
+        hidden, lm_head = self.head.readout(out, self.words.lm_head)
+        best = (hidden @ lm_head.T).log_softmax(-1).topk(self.shape.width, dim=-1)  # [R, W, width]
         tokens = self.vocabulary[best.indices]
         told = torch.full((len(out),), -1)  # [R] what the target took at this level; -1 after the answer's end
         depth = len(self.values)
@@ -112,8 +114,8 @@ class _Grower:
 def accepted_lengths(head: Head, example: Example, words: Words, vocabulary: Tensor, shape: TreeShape) -> Tensor:
     """Return [R]: how many drafted tokens the target would accept in a round that starts at each answer position."""
     batch = pack([example])
-    slots, grower = SlotAttention(batch.slots), _Grower(batch, words, vocabulary, shape)
-    out = head(words.embedding[batch.tokens], batch.features, batch.positions, slots)[batch.start].unsqueeze(1)
+    slots, grower = SlotAttention(batch.slots), _Grower(head, batch, words, vocabulary, shape)
+    out = head(words.embedding[batch.tokens], head.fuse(batch.features), batch.positions, slots)[batch.start].unsqueeze(1)
     rounds = len(out)
     level, _ = grower.propose(out, torch.zeros(rounds, 1), torch.ones(rounds, 1, dtype=torch.bool))
     lineage, parents = _Lineage(batch, slots, shape.width), None
