@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.integration.harness import counters, engine, generate, prompts, runner_of, since
 from vllm_eagle import speculate
@@ -194,3 +194,28 @@ def test_masks_have_vllms_width(engines: tuple[LLM, LLM, list[SamplingParams]]) 
     manager = engines[1].llm_engine.engine_core.engine_core.scheduler.structured_output_manager
     mask = masks(manager, [], {})
     assert mask.dtype == np.int32 and mask.shape[1] == -(-300 // 32)
+
+
+def test_55_streamed_pieces_are_the_whole(engines: tuple[LLM, LLM, list[SamplingParams]]) -> None:
+    """Catches a stream that ends early or loses tokens when several arrive at once: thirty JSON requests."""
+    plain, tree, _ = engines
+    strings = {"type": "object", "properties": {name: {"type": "string", "maxLength": 5} for name in "ab"}}
+    strings |= {"required": ["a", "b"], "additionalProperties": False}
+    asked = prompts([3 + i for i in range(30)], 131)
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=60, structured_outputs=StructuredOutputsParams(json=strings))
+        for i in range(30)
+    ]
+    want = generate(plain, asked, params)
+    core, pieces = tree.llm_engine, [[] for _ in asked]
+    for i, (prompt, one) in enumerate(zip(asked, params, strict=True)):
+        one.output_kind = RequestOutputKind.DELTA
+        core.add_request(str(i), {"prompt_token_ids": prompt}, one)
+    while core.has_unfinished_requests():
+        for out in core.step():
+            pieces[int(out.request_id)] += out.outputs[0].token_ids
+    assert pieces == want
+    for ids in pieces:
+        if len(ids) < 60:
+            assert set(json.loads(tree.get_tokenizer().decode(ids, skip_special_tokens=True), strict=False)) == {"a", "b"}
+    assert sum(len(ids) < 60 for ids in pieces) > 20

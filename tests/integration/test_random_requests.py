@@ -54,7 +54,7 @@ def check(engines: tuple[LLM, LLM], seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_in_random_company(engines: tuple[LLM, LLM], seed: int) -> None:
-    """Catches any parameter read without the accepted ancestors, or shared by a batch."""
+    """Catches any parameter read without the accepted ancestors, or shared by a batch (scenario 9)."""
     check(engines, seed)
 
 
@@ -86,7 +86,7 @@ def real(repository: Path) -> tuple[LLM, LLM]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 105))
 def test_a_real_head_on_a_real_model(real: tuple[LLM, LLM], seed: int) -> None:
-    """Catches what only a real vocabulary, real grammars over it, or a head that is half right brings out."""
+    """Catches what only a real vocabulary, grammars over it, or a head that is half right brings out (scenario 7)."""
     plain, tree = real
     tokenizer = plain.get_tokenizer()
     texts = [
