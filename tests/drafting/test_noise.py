@@ -50,7 +50,7 @@ def test_candidates_are_ranked_by_what_will_be_drawn() -> None:
         for node in range(2):
             scores = logits[r, node]
             if r:
-                scores = scores / draws.temperatures[r] + gumbel(draws.seeds[r, 2:3], tokens)[0]
+                scores = scores + draws.temperatures[r] * gumbel(draws.seeds[r, 2:3], tokens)[0]
             best = scores.argsort(descending=True)[:6]
             assert found.view(3, 2, 6)[r, node].tolist() == tokens[best].tolist()
             assert torch.allclose(logprobs.view(3, 2, 6)[r, node], scores.log_softmax(0)[best])

@@ -187,9 +187,16 @@ def _logprobs_equal(want: Any, got: Any) -> bool:
             return False
         for token in one:
             close = abs(one[token].logprob - two[token].logprob) < 1e-4 or one[token].logprob == two[token].logprob
-            if not close or one[token].rank != two[token].rank or one[token].decoded_token != two[token].decoded_token:
+            if not close or not _ranks_equal(one[token].rank, two[token].rank) or one[token].decoded_token != two[token].decoded_token:
                 return False
     return True
+
+
+def _ranks_equal(want: int | None, got: int | None) -> bool:
+    """Compare ranks; far down a real vocabulary, tokens a hundred-thousandth apart trade places by rounding."""
+    if want is None or got is None or want <= 100:
+        return want == got
+    return abs(want - got) <= 1 + want // 1000
 
 
 def describe(request: Request) -> str:

@@ -30,12 +30,11 @@ class Draws:
     def scores(self, logits: Tensor, tokens: Tensor, level: int) -> Tensor:
         """Return scores [R, F, V] from draft logits [R, F, V] of `tokens` [V]; the target's draw at `level` tends to the best.
 
-        `level` 0 are the children of the root.
+        `level` 0 are the children of the root. Scores are logits + T g, not logits / T + g: the order is the same, and where
+        T is 0 they are the logits, so that their softmax is as good a guess of what is accepted at any temperature.
         """
-        random = self.temperatures > 0
-        scale = torch.where(random, self.temperatures, 1.0).reciprocal()
-        noise = torch.where(random[:, None], gumbel(self.seeds[:, level], tokens), 0.0)  # [R, V]
-        return logits * scale[:, None, None] + noise[:, None]
+        noise = gumbel(self.seeds[:, level], tokens) * self.temperatures[:, None]  # [R, V]
+        return logits + noise[:, None]
 
 
 def peek(generator: torch.Generator, ahead: int) -> Tensor:
