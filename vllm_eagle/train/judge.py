@@ -12,15 +12,17 @@ from vllm_eagle.heads import load_head
 from vllm_eagle.train.card import Judgement
 from vllm_eagle.train.evaluate import chain_acceptance
 from vllm_eagle.train.features import Example, read_examples
-from vllm_eagle.train.tree import TreeShape, mean_accepted_length
+from vllm_eagle.train.served import serve
 from vllm_eagle.train.vocabulary import read_vocabulary
 from vllm_eagle.train.words import Ends
+from vllm_eagle.tree import Growth
 
 
-def judge(model: Path, head_folder: Path, features: Path, shape: TreeShape, limit: int | None) -> Judgement:
+def judge(model: Path, head_folder: Path, features: Path, growth: Growth, limit: int | None) -> Judgement:
     """Score the head in `head_folder` on up to `limit` answers of `features`.
 
-    Drafts come from `draft_vocab.json` beside the head when it is there, from the whole vocabulary otherwise.
+    Drafts come from `draft_vocab.json` beside the head when it is there, from the whole vocabulary otherwise. The chain is
+    drafted from every position of the answers; trees of `growth` from those positions that serving lands on.
     """
     head = load_head(head_folder)
     listed = head_folder / "draft_vocab.json"
@@ -34,8 +36,8 @@ def judge(model: Path, head_folder: Path, features: Path, shape: TreeShape, limi
         features.name,
         len(examples),
         chain_acceptance(head, examples, words),
-        shape,
-        mean_accepted_length(head, examples, words, vocabulary, shape),
+        growth,
+        serve(head, examples, words, vocabulary, growth),
     )
 
 
@@ -47,6 +49,7 @@ def as_json(judged: Judgement, head_folder: Path) -> str:
             "answers": judged.answers,
             "alpha": [round(rate, 4) for rate in judged.chain.rates],
             "chain_length": round(judged.chain.mean_length, 3),
-            "tree_length": round(judged.tree_length, 3),
+            "tree_length": round(judged.served.mean_length, 3),
+            "drafts": judged.served.drafts,
         }
     )

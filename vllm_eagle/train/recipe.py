@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_eagle.config import Options
 from vllm_eagle.heads import save_head
 from vllm_eagle.train.card import Provenance, write_card
 from vllm_eagle.train.features import read_examples
@@ -15,7 +16,6 @@ from vllm_eagle.train.judge import judge
 from vllm_eagle.train.sampled import SampledVocabulary
 from vllm_eagle.train.settings import Settings
 from vllm_eagle.train.target import head_config
-from vllm_eagle.train.tree import TreeShape
 from vllm_eagle.train.vocabulary import frequent_tokens, write_vocabulary
 from vllm_eagle.train.words import Ends
 
@@ -46,7 +46,8 @@ def fit_and_export(recipe: Recipe) -> str:
     write_vocabulary(folder / "draft_vocab.json", vocabulary)
     words = ends.words(vocabulary)
     Fit(settings.fit, config, words, sampled, examples, recipe.out, lambda head: save_head(head, folder), recipe.start).run()
-    judged = [judge(recipe.model, folder, source, TreeShape(), None) for source in recipe.judge_on]
+    judged = [judge(recipe.model, folder, source, Options(str(folder)).growth(), None) for source in recipe.judge_on]
     start = "a head of an earlier stage" if recipe.start else ""
     write_card(folder, Provenance(recipe.model.name, examples, settings, start), judged)
-    return json.dumps({"head": str(folder), "sequences": len(examples), "tree_length": [one.tree_length for one in judged]})
+    lengths = [one.served.mean_length for one in judged]
+    return json.dumps({"head": str(folder), "sequences": len(examples), "tree_length": lengths})
