@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -165,7 +166,9 @@ def _fit(args: argparse.Namespace) -> None:
     from vllm_eagle.train.settings import read_settings
 
     settings = read_settings(args.settings, args.set)
-    print(fit_and_export(Recipe(args.model, args.features, args.out, settings, args.start, args.judge, args.device)))
+    recipe = Recipe(args.model, args.features, args.out, settings, args.start, args.judge, args.device)
+    if line := fit_and_export(recipe):
+        print(line)
 
 
 def _add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -201,6 +204,9 @@ def _add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _train(args: argparse.Namespace) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise EagleError("train runs in one process; run generate and capture, then start fit in several")
+
     def step(**changes: object) -> argparse.Namespace:
         return argparse.Namespace(**{**vars(args), **changes})
 

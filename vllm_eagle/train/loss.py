@@ -71,5 +71,7 @@ def score(hidden: Tensor, lm_head: Tensor, log_weights: Tensor, ids: Tensor, pro
     inside = ids >= 0
     probs = torch.where(inside, probs, 0.0)
     probs = probs / probs.sum(1, keepdim=True).clamp_min(1e-9)
-    loss, rank = _FrozenHeadCrossEntropy.apply(hidden, lm_head, log_weights, ids.clamp_min(0), probs, taken)  # type: ignore[no-untyped-call]
+    with torch.autocast(hidden.device.type, enabled=False):  # a softmax over a whole vocabulary needs float32
+        hidden = hidden.to(lm_head.dtype)
+        loss, rank = _FrozenHeadCrossEntropy.apply(hidden, lm_head, log_weights, ids.clamp_min(0), probs, taken)  # type: ignore[no-untyped-call]
     return Scores(loss, rank)

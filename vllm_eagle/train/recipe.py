@@ -13,6 +13,7 @@ from vllm_eagle.train.card import Provenance, write_card
 from vllm_eagle.train.features import read_examples
 from vllm_eagle.train.fit import Fit
 from vllm_eagle.train.judge import judge
+from vllm_eagle.train.processes import Team
 from vllm_eagle.train.sampled import SampledVocabulary
 from vllm_eagle.train.settings import Settings
 from vllm_eagle.train.target import head_config
@@ -33,19 +34,28 @@ class Recipe:
     device: str = "cpu"
 
 
-def fit_and_export(recipe: Recipe) -> str:
-    """Fit a head and write it with `draft_vocab.json` and README.md to `out`/head; return one line of JSON."""
+def fit_and_export(recipe: Recipe) -> str | None:
+    """Fit a head and write it with `draft_vocab.json` and README.md to `out`/head; return one line of JSON.
+
+    Of several processes the first one writes; the others return None.
+    """
     settings, folder = recipe.settings, recipe.out / "head"
+    team = Team.gather(recipe.device)
     examples = [example for source in recipe.features for example in read_examples(source)]
     config = head_config(recipe.model, settings.layers, settings.intermediate_size)
     vocabulary = frequent_tokens(examples, config.vocab_size, settings.draft_vocabulary)
-    ends = Ends.load(recipe.model).to(recipe.device)
+    ends = Ends.load(recipe.model).to(str(team.device))
     ends.check(examples)
     sampled = SampledVocabulary(ends, vocabulary[: settings.always], settings.sample)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_vocabulary(folder / "draft_vocab.json", vocabulary)
+    if team.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_vocabulary(folder / "draft_vocab.json", vocabulary)
     words = ends.words(vocabulary)
-    Fit(settings.fit, config, words, sampled, examples, recipe.out, lambda head: save_head(head, folder), recipe.start).run()
+    export = lambda head: save_head(head, folder)  # noqa: E731
+    Fit(settings.fit, config, words, sampled, examples, recipe.out, export, team, recipe.start).run()
+    team.part()
+    if not team.leads:
+        return None
     judged = [judge(recipe.model, folder, source, Options(str(folder)).growth(), None) for source in recipe.judge_on]
     start = "a head of an earlier stage" if recipe.start else ""
     write_card(folder, Provenance(recipe.model.name, examples, settings, start), judged)

@@ -46,7 +46,10 @@ class Whitened(nn.Module):
         self.inverse.copy_(vectors * values @ vectors.T)
 
     def forward(self, trained: Tensor) -> Tensor:
-        return trained @ self.basis
+        with torch.autocast(
+            trained.device.type, enabled=False
+        ):  # the basis spans more orders of magnitude than bfloat16 digits
+            return trained @ self.basis
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return what is trained for a plain `weight`."""
