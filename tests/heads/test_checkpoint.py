@@ -111,3 +111,17 @@ def test_scaled_rotary_settings_load(tmp_path: Path) -> None:
     plain = HeadConfig.from_hf(raw)
     cos, _ = load_head(folder).rotary.angles(torch.tensor([8]))
     torch.testing.assert_close(cos, EagleHead(plain).rotary.angles(torch.tensor([2]))[0])
+
+
+def test_a_full_disk_keeps_the_head_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a good head replaced by half a new one."""
+    folder = Path(tiny_head(tmp_path))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_eagle.heads.checkpoint.save_file", full)
+    with pytest.raises(HeadError, match="No space left on device"):
+        save_head(load_head(folder), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

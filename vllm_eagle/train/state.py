@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -49,7 +50,11 @@ def load_state(folder: Path, head: nn.Module, optimizer: Optimizer, identity: st
     path = folder / "state.pt"
     if not path.is_file():
         return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError, EOFError) as bad:
+        reason = str(bad).splitlines()[0] if str(bad) else type(bad).__name__
+        raise EagleError(f"{path} cannot be read ({reason}); remove it to begin again") from None
     if state["identity"] != identity:
         raise EagleError(
             f"{path} is of another fit ({state['identity']}); this one is {identity}. Give a new --out, "
@@ -92,9 +97,12 @@ class Journal:
 
     def note(self, line: dict[str, object]) -> None:
         """Append one line as it is."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "journal.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "journal.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as bad:
+            raise EagleError(f"{self.folder}: cannot write ({bad}); free some space and run again, it resumes") from None
         print(" ".join(f"{name} {value}" for name, value in line.items()), flush=True)
         if self.board is not None:
             for name, value in curves(line).items():
