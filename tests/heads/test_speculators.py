@@ -90,7 +90,7 @@ head, info = EagleSpeculator.from_pretrained(sys.argv[1], output_loading_info=Tr
 assert not info["unexpected_keys"] and not info["mismatched_keys"], info
 head.attach_verifier(target, mode="train_only")
 tokens, features = torch.arange(20)[None] * 5 % 128, torch.randn(1, 20, 32)
-logits = head.eval()(tokens, features).logits[0]
+logits = head.eval()(tokens, features, attention_mask=torch.ones_like(tokens)).logits[0]  # without a mask: not causal
 torch.save({"tokens": tokens[0], "features": features[0], "logits": logits, "embedding": head.embed_tokens.weight,
             "lm_head": head.lm_head.weight}, sys.argv[2])
 """
