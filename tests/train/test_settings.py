@@ -19,11 +19,13 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["steps=300", "depht=3"], "unknown setting depht; known: always"),
+        (["steps=300", "depht=3"], "unknown setting depht; known: accumulate, always"),
         ([], "steps is missing"),
         (["steps"], "not NAME=VALUE"),
         (["steps=10"], "lower warmup"),
         (["steps=300", "depths=0"], "1 or more"),
+        (["steps=300", "accumulate=0"], "1 or more"),
+        (["steps=300", "precision=fp8"], "'fp8': want float32 or bfloat16"),
     ],
 )
 def test_mistakes_name_the_setting(words: list[str], message: str) -> None:
