@@ -102,7 +102,9 @@ def test_the_library_computes_the_same(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     found = subprocess.run([sys.executable, "-c", "import speculators.models.eagle"], capture_output=True, env=environment)
     if found.returncode:
-        pytest.skip("needs the package speculators 0.1, the last that reads EAGLE-1, and the transformers below 4.54 it wants")
+        pytest.skip(
+            "needs the package speculators with EAGLE-1 (0.1.0 has it, 0.9.0 not), and the transformers below 4.54 it wants"
+        )
     head = random_head(CONFIG)
     save_speculators(head, tmp_path / "there", VERIFIER | {"name_or_path": None}, torch.float32)  # a name would be fetched
     command = [sys.executable, "-c", _LIBRARY, str(tmp_path / "there"), str(tmp_path / "out.pt")]
