@@ -10,6 +10,7 @@ A difference is excused only as a tie: both candidates' final scores on the comm
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -52,17 +53,22 @@ class Work:
     """Hold the engines: plain vLLM, and one for each tree size."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        from transformers import AutoTokenizer
+
         self.args = args
-        self.plain = self._engine({})
-        self.trees: dict[int, Any] = {0: self.plain}
+        self.trees: dict[int, Any] = {}
         rows = [json.loads(line) for line in args.prompts.read_text().splitlines()][: args.count]
-        tokenizer = self.plain.get_tokenizer()
+        tokenizer = AutoTokenizer.from_pretrained(str(args.model))
         self.prompts = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": row["turns"][0]}], add_generation_prompt=True, tokenize=True, return_dict=False
             )
             for row in rows
         ]
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        return self._engine({})
 
     def _engine(self, extra: dict[str, Any]) -> Any:
         from vllm import LLM
@@ -103,18 +109,19 @@ class Work:
         from vllm_eagle import speculate
 
         want = self.reference(mode)
-        if size not in self.trees:
+        if size and size not in self.trees:
             # engines stay alive: dropping one tears down the process groups all of them share
             self.trees[size] = self._engine(speculate(str(self.args.head), tree_size=size, draft_vocab=self.args.draft_vocab))
-        before = drafts(self.trees[size]) if size else (0, 0)
-        got, seconds = self.run(self.trees[size], mode, batch)
+        llm = self.trees[size] if size else self.plain
+        before = drafts(llm)
+        got, seconds = self.run(llm, mode, batch)
         tokens = sum(map(len, got))
         margins = [self.margin(mode, i, a, b) for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b]
         result: dict[str, Any] = {"tokens": tokens, "seconds": round(seconds, 1), "differ": len(margins), "margins": margins}
         result["ties"] = sum(margin < TIE for margin in margins)
         result["unexcused"] = len(margins) - result["ties"]
         if size:
-            steps, accepted = (after - was for after, was in zip(drafts(self.trees[size]), before, strict=True))
+            steps, accepted = (after - was for after, was in zip(drafts(llm), before, strict=True))
             result["mean_accepted_length"] = round(1 + accepted / max(1, steps), 3)
         return result
 

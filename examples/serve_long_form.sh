@@ -7,5 +7,6 @@ shift 2
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
 exec vllm serve "$model" --dtype float32 --enforce-eager \
   --worker-cls vllm_eagle.integration.worker.CPUTreeWorker \
+  --scheduler-cls vllm_eagle.integration.scheduler.TreeScheduler \
   --speculative-config '{"method": "custom_class", "model": "vllm_eagle.integration.proposer.TreeProposer", "num_speculative_tokens": 12}' \
   --additional-config "{\"vllm_eagle\": {\"model\": \"$head\", \"tree_size\": 12}}" "$@"

@@ -17,6 +17,11 @@ def attention_override() -> str | None:
     return os.environ.get("VLLM_EAGLE_ATTENTION") or None
 
 
+def shares_noise() -> bool:
+    """Tell whether drafts are ranked with the target's own noise (`VLLM_EAGLE_SHARED_NOISE=0` turns it off, to measure)."""
+    return os.environ.get("VLLM_EAGLE_SHARED_NOISE", "1") != "0"
+
+
 def compiler() -> str:
     """Return the C++ compiler for the CPU kernel (`CXX`, default `g++`)."""
     return os.environ.get("CXX") or "g++"

@@ -1,5 +1,6 @@
 """Class paths vLLM resolves by name in its own processes, kept apart so that reading them imports nothing."""
 
 WORKER = "vllm_eagle.integration.worker.CPUTreeWorker"
+SCHEDULER = "vllm_eagle.integration.scheduler.TreeScheduler"
 PROPOSER = "vllm_eagle.integration.proposer.TreeProposer"
 ATTENTION_BACKEND = "vllm_eagle.integration.attention.TreeCPUAttentionBackend"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 def register() -> None:
     """Add our flags to vLLM's command line and check our options before an engine starts; nothing else changes."""
-    from vllm_eagle.integration.flags import EarlyCheck, SpeculativeFlags
+    from vllm_eagle.integration.patches import EarlyCheck, SpeculativeFlags, TreesTakeAnyParameter
 
     SpeculativeFlags.apply()
     EarlyCheck.apply()
+    TreesTakeAnyParameter.apply()

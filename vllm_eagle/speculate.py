@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_eagle.names import PROPOSER, WORKER
+from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 
 
 def speculate(
@@ -40,6 +40,7 @@ def speculate(
     options = Options.from_mapping({key: value for key, value in given.items() if value is not None})
     return {
         "worker_cls": WORKER,
+        "scheduler_cls": SCHEDULER,
         "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": options.growth().size},
         "additional_config": {KEY: options.to_mapping()},
     }

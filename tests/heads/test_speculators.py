@@ -58,7 +58,7 @@ def test_names_and_flags_are_the_documented_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speculators_model_type": "mtp"}, "'mtp' is not supported"),
+        ({"speculators_model_type": "eagle3"}, "'eagle3' is not supported"),
         ({"layernorms": True}, "layernorms=true is not supported"),
         ({"transformer_layer_config": None}, "no 'transformer_layer_config'"),
     ],

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config import ReasoningConfig
 
+from tests.integration.random_requests import Shift
+from vllm_eagle import speculate
 from vllm_eagle.attention import VEC_LAYOUT
+from vllm_eagle.drafting import Drafter
+from vllm_eagle.testing import tiny_head, tiny_target
 
 ENGINE = {
     "dtype": "float32",
@@ -26,6 +33,37 @@ ENGINE = {
 def engine(model: str, **options: Any) -> LLM:
     """Start an engine on a tiny model."""
     return LLM(model, **{**ENGINE, **options})
+
+
+THINK, END_OF_THINKING = 2, 3
+LETTERS = list(range(36, 131))
+"""Printable tokens of the tiny target with letters."""
+
+
+def lettered_engines(folder: Path, **options: Any) -> tuple[LLM, LLM]:
+    """Start plain decoding and trees on a tiny target that writes letters, with everything a request may ask for."""
+    target, head = tiny_target(folder / "target", vocab=300, letters=True), tiny_head(folder / "head", vocab=300)
+    options = {
+        "logits_processors": [Shift],
+        "max_logprobs": 10,
+        "reasoning_config": ReasoningConfig(
+            reasoning_parser="deepseek_r1", reasoning_start_str="<think>", reasoning_end_str="</think>"
+        ),
+        "structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": "deepseek_r1"},
+        **options,
+    }
+    return engine(target, **options), engine(target, **options, **speculate(head, tree_size=34, tree_depth=5, tree_top_k=4))
+
+
+@contextmanager
+def drafting(llm: LLM, drafter: Drafter) -> Iterator[None]:
+    """Let a double draft for a while."""
+    proposer = runner_of(llm).drafter
+    usual, proposer.drafter = proposer.drafter, drafter
+    try:
+        yield
+    finally:
+        proposer.drafter = usual
 
 
 def runner_of(llm: LLM) -> Any:

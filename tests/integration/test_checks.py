@@ -43,6 +43,13 @@ def test_head_of_another_target(target: str, tmp_path: Path, changes: dict[str, 
         configure(target, **speculate(folder))
 
 
+def test_eagle3_head(target: str, tmp_path: Path) -> None:
+    """Catches an EAGLE-3 head drafted with as if it were an EAGLE-1 head."""
+    folder = tiny_head(tmp_path / "head", draft_vocab=100)
+    with pytest.raises(EagleError, match="is an EAGLE-3 head, which is trained but not served yet"):
+        configure(target, **speculate(folder))
+
+
 def test_head_with_a_tensor_too_many(target: str, tmp_path: Path) -> None:
     """Catches tensor names checked only after the target's weights are loaded."""
     folder = tiny_head(tmp_path / "head", bias=True)

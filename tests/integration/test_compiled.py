@@ -15,13 +15,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_compiled(tmp_path: Path) -> None:
-    """Catches key and value buffers that compiled code reuses before the accepted rows are committed."""
+    """Catches key and value buffers that compiled code reuses before the accepted rows are committed (scenario 10)."""
     target = tiny_target(tmp_path / "target", damping=0.002)
     head = tiny_head(tmp_path / "head", copies=True)
     asked = prompts([5, 33, 64, 17, 120])
     base = engine(target)
     llm = engine(target, enforce_eager=False, max_num_batched_tokens=128, **speculate(head, tree_size=12))
     assert generate(llm, asked, greedy(40)) == generate(base, asked, greedy(40))
+    for batch in (1, 2, 3, 8, 9, 17):
+        some = prompts([9 + 5 * i for i in range(batch)])
+        assert generate(llm, some, greedy(12)) == generate(base, some, greedy(12))
     assert counters(llm)["accepted_tokens"] > 50
     seeded = [SamplingParams(temperature=0.9, seed=i, max_tokens=30, ignore_eos=True) for i in range(5)]
     assert generate(llm, asked, seeded) == generate(base, asked, seeded)

@@ -51,7 +51,7 @@ def steps(llm: Any, texts: list[list[int]], tokens: int) -> list[list[int]]:
 
 
 def test_a_chain_accepts_what_vllms_own_chain_eagle_accepts(tmp_path: Any) -> None:
-    """Catches a difference in features, shift or positions that only shows as lost acceptance."""
+    """Catches a difference in features, shift or positions that only shows as lost acceptance (scenario 4)."""
     target = tiny_target(tmp_path / "target", damping=0.002)
     folder = tiny_head(tmp_path / "head", bias=False, copies=True)
     mine = engine(target, **speculate(folder, tree_size=4, tree_depth=4, tree_top_k=1))

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from vllm_eagle.errors import EagleError
-from vllm_eagle.integration import flags, ledger
+from vllm_eagle.integration import ledger, patches
 from vllm_eagle.integration.ledger import Touch
 
 
 def test_every_touch_exists_as_we_know_it() -> None:
     """Catches another vLLM whose method takes something else."""
-    flags.SpeculativeFlags.apply()
-    flags.EarlyCheck.apply()
-    flags.EarlyCheck.apply()  # plugins may load twice
+    patches.SpeculativeFlags.apply()
+    patches.EarlyCheck.apply()
+    patches.EarlyCheck.apply()  # plugins may load twice
     ledger.check()
 
 

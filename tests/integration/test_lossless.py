@@ -54,7 +54,7 @@ def want(texts: list[list[int]], lengths: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("depth", "width"), [(1, 1), (1, 8), (2, 3), (4, 3), (5, 1), (7, 2), (7, 8)])
 def test_oracle_is_accepted_in_full_at_every_sibling(tree: LLM, texts: list[list[int]], depth: int, width: int) -> None:
-    """Catches K/V, positions or paths read as if the accepted nodes were the first rows."""
+    """Catches K/V, positions or paths read as if the accepted nodes were the first rows (scenarios 1 and 5)."""
     asked = prompts(LENGTHS)
     for sibling in range(width):
         use(tree, Oracle(None, growth(tree), texts=texts, depth=depth, width=width, sibling=sibling))
@@ -70,7 +70,7 @@ def test_oracle_is_accepted_in_full_at_every_sibling(tree: LLM, texts: list[list
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 9])
 def test_half_right_trees_accept_exactly_their_right_part(tree: LLM, texts: list[list[int]], batch: int) -> None:
-    """Catches a wrong accepted length when requests of a batch stop at different levels."""
+    """Catches a wrong accepted length when requests of a batch stop at different levels (scenario 2)."""
     asked = prompts(LENGTHS)[:batch]
     for right_depth in [0, 1, 3, [0, 2, 1, 3]]:
         use(tree, Half(None, growth(tree), texts=texts, depth=4, width=3, sibling=1, right_depth=right_depth))
@@ -84,7 +84,7 @@ def test_half_right_trees_accept_exactly_their_right_part(tree: LLM, texts: list
 
 
 def test_hostile_trees_change_nothing(tree: LLM, texts: list[list[int]]) -> None:
-    """Catches EOS, banned or right-but-misplaced tokens slipping in because they were drafted."""
+    """Catches EOS, banned or right-but-misplaced tokens slipping in because they were drafted (scenario 6)."""
     use(tree, Hostile(None, growth(tree), texts=texts, depth=5, width=6, tokens=[1, 0, 2]))
     assert generate(tree, prompts(LENGTHS), greedy(TOKENS)) == want(texts, LENGTHS)
     stopping = SamplingParams(temperature=0, max_tokens=TOKENS)
@@ -128,7 +128,7 @@ def test_seeded_sampling(base: LLM, tree: LLM, head_drafter: Any, temperature: f
 
 
 def test_committed_cache_equals_a_fresh_prefill(tree: LLM, head_drafter: Any, texts: list[list[int]]) -> None:
-    """Catches rejected rows left in the cache, accepted rows in the wrong slot, head K/V made from guessed features."""
+    """Catches rejected rows left in the cache, accepted rows in the wrong slot, guessed features in head K/V (scenario 1)."""
     for sibling in (0, 2):
         use(tree, Half(head_drafter, growth(tree), texts=texts, depth=4, width=3, sibling=sibling, right_depth=[4, 1, 0, 3]))
         asked = prompts(LENGTHS)

@@ -82,14 +82,14 @@ def test_drafts_nobody_proposed(base: LLM, target: str, head: str, outputs: list
     """Catches drafts changed on their way through the scheduler verified under a structure that is not theirs."""
     llm = with_oracle(target, head, texts)
     runner = runner_of(llm)
-    propose = runner.propose_draft_token_ids
+    take = runner.take_draft_token_ids
 
-    def forgetful(*args: Any, **kwargs: Any) -> list[list[int]]:
-        drafts = propose(*args, **kwargs)
+    def forgetful() -> Any:
+        drafts = take()
         runner._trees.clear()
         return drafts
 
-    runner.propose_draft_token_ids = forgetful
+    runner.take_draft_token_ids = forgetful
     assert generate(llm, prompts(LENGTHS), greedy(TOKENS)) == [out[:TOKENS] for out in outputs]
 
 

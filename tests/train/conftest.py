@@ -1,4 +1,4 @@
-"""A toy target (2 layers, vocabulary 256) with its own answers and their features."""
+"""A toy target (3 layers, vocabulary 256) with its own answers and their features."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=256,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -70,7 +70,7 @@ def toy_answers(toy_target: Target, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def toy_features(toy_target: Target, toy_answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy_features")
-    capture(CaptureConfig((toy_answers,), folder, rows_per_shard=50, batch_tokens=300), toy_target)
+    capture(CaptureConfig((toy_answers,), folder, rows_per_shard=50, batch_tokens=300, aux_layers=(0, 1, 2)), toy_target)
     return folder
 
 
@@ -80,6 +80,18 @@ def toy_examples(toy_features: Path) -> list[Example]:
 
 
 @pytest.fixture(scope="session")
+def toy_states(toy_features: Path) -> list[Example]:
+    """Return the same examples as an EAGLE-3 head reads them."""
+    return read_examples(toy_features, (0, 1, 2))
+
+
+@pytest.fixture(scope="session")
 def toy_words(toy_folder: Path, toy_examples: list[Example]) -> Words:
     vocabulary = frequent_tokens(toy_examples, head_config(toy_folder, 1).vocab_size, 256)
     return Ends.load(toy_folder).words(vocabulary)
+
+
+@pytest.fixture(scope="session")
+def toy_draft_words(toy_folder: Path, toy_examples: list[Example]) -> Words:
+    """Cut to the 60 most frequent tokens, in ascending order, as an EAGLE-3 head's rows are."""
+    return Ends.load(toy_folder).words(frequent_tokens(toy_examples, 256, 60).sort().values)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 from vllm_eagle.errors import EagleError
 from vllm_eagle.train.answers import Answer, AnswerWriter, read_answers
-from vllm_eagle.train.capture import CaptureConfig, capture
-from vllm_eagle.train.features import read_examples, shard_paths
+from vllm_eagle.train.capture import CaptureConfig, capture, read_aux_layers
+from vllm_eagle.train.features import captured_layers, read_examples, shard_paths
 from vllm_eagle.train.target import Target
 
 
@@ -79,12 +80,56 @@ def test_unusable_answers_are_counted(toy_target: Target, tmp_path: Path) -> Non
     assert (report.tokens, report.foreign, report.too_long) == (2, 1, 1)
 
 
+def test_auxiliary_states_are_what_layers_read(toy_target: Target, toy_answers: Path, tmp_path: Path) -> None:
+    """Catches outputs kept for inputs, layers in another order, padding that leaks in, and rows of other answers."""
+    layers, seen = (2, 0, 1), dict[int, torch.Tensor]()
+    capture(CaptureConfig((toy_answers,), tmp_path, batch_tokens=300, aux_layers=layers), toy_target)
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, number=number: seen.update({number: args[0][0]}))
+        for number, layer in enumerate(toy_target.model.model.layers)
+    ]
+    for answer, example in zip(read_answers(toy_answers), read_examples(tmp_path, layers), strict=True):
+        toy_target.features([answer.token_ids])
+        expected = torch.cat([seen[number] for number in layers], dim=-1)[:-1]
+        torch.testing.assert_close(example.features.float(), expected, rtol=2e-3, atol=2e-3)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_auxiliary_states_of_other_layers_are_refused(toy_target: Target, toy_answers: Path, tmp_path: Path) -> None:
+    """Catches a head that is fed the wrong layers, and a folder in which some answers have states and some have not."""
+    config = CaptureConfig((toy_answers,), tmp_path, aux_layers=(0, 1, 2))
+    capture(config, toy_target)
+    assert captured_layers(tmp_path) == (0, 1, 2)
+    assert captured_layers(tmp_path / "nowhere") is None
+    with pytest.raises(EagleError, match="holds states of layers 0,1,2, the head reads 0,0,2; capture into another folder"):
+        read_examples(tmp_path, (0, 0, 2))
+    with pytest.raises(EagleError, match=r"this capture adds \(none\); use the same --aux-layers or another --out"):
+        capture(replace(config, aux_layers=()), toy_target)
+
+
+def test_a_state_too_large_for_float16_is_refused(toy_folder: Path, toy_answers: Path, tmp_path: Path) -> None:
+    """Catches infinities on disk: inner states have no norm, and some models' are huge."""
+    target = Target.load(toy_folder)
+    target.model.model.layers[1].mlp.down_proj.weight.mul_(1e7)
+    with pytest.raises(EagleError, match="a state of layers 0,1,2 exceeds float16"):
+        capture(CaptureConfig((toy_answers,), tmp_path, aux_layers=(0, 1, 2)), target)
+
+
+def test_layers_are_named_on_the_command_line() -> None:
+    """Catches ids read as something else, and ids of layers that the target has not."""
+    assert [read_aux_layers(word, 30) for word in ("auto", "off", "4,9,29")] == [(2, 15, 27), (), (4, 9, 29)]
+    for word in ("4,9,30", "-1,2,3", "1,2", "some"):
+        with pytest.raises(EagleError, match=r"give auto, off, or 3 numbers within 0 … 29"):
+            read_aux_layers(word, 30)
+
+
 def test_features_of_another_layer_are_refused(toy_folder: Path, toy_answers: Path, tmp_path: Path) -> None:
     """Catches a target whose hidden states are not what its LM head reads: the argmax check must stop the run."""
 
     class Shifted(Target):
-        def features(self, sequences):  # type: ignore[no-untyped-def]
-            return [feature + 1e5 * torch.randn_like(feature).sign() for feature in super().features(sequences)]
+        def states(self, sequences, aux_layers):  # type: ignore[no-untyped-def]
+            return [(f + 1e5 * torch.randn_like(f).sign(), aux) for f, aux in super().states(sequences, aux_layers)]
 
     target = Shifted(Target.load(toy_folder).model, None)
     with pytest.raises(EagleError, match="not what the LM head reads"):

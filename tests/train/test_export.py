@@ -10,6 +10,7 @@ from tests.train.naive import random_head
 from vllm_eagle.heads import load_head, save_head
 from vllm_eagle.train.cli import main
 from vllm_eagle.train.target import head_config
+from vllm_eagle.train.words import Words
 
 
 @pytest.fixture
@@ -32,6 +33,19 @@ def test_a_head_goes_there_and_back(head: Path, toy_folder: Path, tmp_path: Path
     for folder in (there, back):
         assert (folder / "draft_vocab.json").read_text() == "[1, 2]\n"
         assert (folder / "README.md").read_text() == "a card\n"
+
+
+def test_an_eagle3_head_has_one_layout(
+    toy_folder: Path, toy_draft_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a map cast with the weights, and a layout that nobody reads."""
+    head, there, back = tmp_path / "head", tmp_path / "there", tmp_path / "back"
+    save_head(random_head(head_config(toy_folder, 1, None, 60, (0, 1, 2)), words=toy_draft_words), head)
+    assert main(["export", str(head), "--layout", "original", "--out", str(back)]) == 0
+    assert (back / "model.safetensors").read_bytes() == (head / "model.safetensors").read_bytes()
+    assert main(["export", str(head), "--layout", "speculators", "--out", str(there), "--model", str(toy_folder)]) == 2
+    assert "this one is EAGLE-3; use --layout original" in capsys.readouterr().err
+    assert not there.exists()
 
 
 @pytest.mark.parametrize(

@@ -3,5 +3,6 @@
 from vllm_eagle.drafting.base import Drafter, HeadCache, Known
 from vllm_eagle.drafting.candidates import DraftVocabulary
 from vllm_eagle.drafting.head_drafter import HeadDrafter
+from vllm_eagle.drafting.noise import Draws
 
-__all__ = ["DraftVocabulary", "Drafter", "HeadCache", "HeadDrafter", "Known"]
+__all__ = ["DraftVocabulary", "Drafter", "Draws", "HeadCache", "HeadDrafter", "Known"]

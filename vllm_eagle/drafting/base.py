@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_eagle.drafting.noise import Draws
 from vllm_eagle.tree import DraftTree, TreeRows
 
 
@@ -29,12 +30,13 @@ class Known:
     """Say what this step made certain, request after request."""
 
     request_ids: Sequence[str]  # [R]
-    features: Tensor  # [T, D] target features of the newly computed positions
+    features: Tensor  # [T, D] what the head reads of the target at the newly computed positions; for EAGLE-3 [T, 3D]
     next_tokens: Tensor  # [T] int64, the token one ahead of each
     positions: Tensor  # [T] int64, of the features
     lengths: Tensor  # [R] int32, how many of the T belong to each request, at least 1
     rooms: Sequence[int]  # [R] most nodes that may be drafted; 0 for a request that drafts nothing now
     histories: Sequence[NDArray[np.int32]]  # [R] all certain tokens of each request, the root last
+    draws: Draws | None = None  # [R] how the target will draw; None when it takes the best token everywhere, or is not known
 
     @property
     def ends(self) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vllm_eagle.drafting.noise import Draws
 from vllm_eagle.errors import EagleError
 
 
@@ -24,9 +25,15 @@ class DraftVocabulary:
         """`logits` maps features [n, D] to [n, V]; `tokens` [V] are their ids, None when they are 0..V-1."""
         self.logits, self.tokens = logits, tokens
 
-    def __call__(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k best tokens [n, k] (int64, best first) and their log-probabilities [n, k] (float32)."""
+    def __call__(self, features: Tensor, k: int, draws: Draws | None = None, level: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the k best tokens [n, k] (int64, best first) and their log-probabilities [n, k] (float32).
+
+        With `draws` of R requests, n/R features of each in order, "best" is what the target is likely to draw at `level`.
+        """
         logits = self.logits(features).float()
+        if draws is not None:
+            tokens = torch.arange(logits.shape[1]) if self.tokens is None else self.tokens
+            logits = draws.scores(logits.view(len(draws.temperatures), -1, logits.shape[1]), tokens, level).flatten(0, 1)
         best, index = logits.topk(k, dim=-1)
         logprobs = best - logits.logsumexp(-1, keepdim=True)
         return (index if self.tokens is None else self.tokens[index]), logprobs

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_eagle.drafting.base import HeadCache, Known
-from vllm_eagle.heads import EagleHead
+from vllm_eagle.drafting.candidates import DraftVocabulary
+from vllm_eagle.drafting.noise import Draws
+from vllm_eagle.heads import AnyHead
 from vllm_eagle.tree import CandidatePool, DraftTree, Growth
 
 
@@ -21,43 +23,45 @@ class HeadDrafter:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: AnyHead,
         embed: Callable[[Tensor], Tensor],
-        candidates: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+        candidates: DraftVocabulary,
         growth: Growth,
     ) -> None:
-        """`embed` maps tokens [n] to [n, D]; `candidates` maps features [n, D] and k to tokens and log-probs [n, k]."""
+        """`embed` maps tokens [n] to [n, D]; `candidates` read tokens out of the head's features."""
         self.head, self.embed, self.candidates, self.growth = head, embed, candidates, growth
 
     def draft(self, known: Known, cache: HeadCache) -> list[DraftTree]:
         """Return one tree per request, each cut to its room."""
-        predicted = self.head(self.embed(known.next_tokens), known.features, known.positions, cache.attend_known)  # [T, D]
+        fused = self.head.fuse(known.features)  # [T, D]
+        predicted = self.head(self.embed(known.next_tokens), fused, known.positions, cache.attend_known)  # [T, D]
         drafting = torch.tensor([r for r, room in enumerate(known.rooms) if room > 0])  # the rest: K/V written, no tree
         trees = [DraftTree.build([root], [-1]) for root in known.roots.tolist()]
         if len(drafting):
             ends = known.ends[drafting]
-            grown = self._grow(predicted[ends], known.next_tokens[ends], known.positions[ends], drafting, cache)
+            level = _Level(self.head, self.growth, cache, drafting, known.positions[ends], predicted.dtype)
+            draws = None if known.draws is None else known.draws.of(drafting)
+            grown = self._grow(predicted[ends], known.next_tokens[ends], level, draws)
             for r, tree in zip(drafting.tolist(), grown, strict=True):
                 trees[r] = tree.prefix(known.rooms[r])
         return trees
 
-    def _grow(self, features: Tensor, roots: Tensor, last: Tensor, drafting: Tensor, cache: HeadCache) -> list[DraftTree]:
+    def _grow(self, features: Tensor, roots: Tensor, level: _Level, draws: Draws | None) -> list[DraftTree]:
         """Grow the trees of some requests from the features predicted for their roots [R, D]."""
         pool = CandidatePool(self.growth, len(roots))
-        level = _Level(self.head, self.growth, cache, drafting, last, features.dtype)
         parents = features.unsqueeze(1)  # [R, F, D] predicted features of the frontier: the root's
-        self._offer(pool, parents)
+        self._offer(pool, parents, draws)
         for _ in range(1, self.growth.depth):
             tokens, slots = pool.expand()
             parents = parents.gather(1, slots.unsqueeze(-1).expand(-1, -1, parents.shape[-1]))  # [R, F, D]
             parents = level.step(self.embed(tokens.reshape(-1)), parents, slots)
-            self._offer(pool, parents)
+            self._offer(pool, parents, draws)
         return pool.trees(roots)
 
-    def _offer(self, pool: CandidatePool, features: Tensor) -> None:
+    def _offer(self, pool: CandidatePool, features: Tensor, draws: Draws | None) -> None:
         """Give the pool the best children of every frontier node, from its predicted feature [R, F, D]."""
         requests, frontier, _ = features.shape
-        tokens, logprobs = self.candidates(features.flatten(0, 1), self.growth.top_k)
+        tokens, logprobs = self.candidates(features.flatten(0, 1), self.growth.top_k, draws, pool.level)
         pool.add(tokens.view(requests, frontier, -1), logprobs.view(requests, frontier, -1))
 
 
@@ -65,7 +69,7 @@ class _Level:
     """Run the frontier through the head, its K/V in scratch: nothing of a guess enters the paged cache."""
 
     def __init__(
-        self, head: EagleHead, growth: Growth, cache: HeadCache, drafting: Tensor, last: Tensor, dtype: torch.dtype
+        self, head: AnyHead, growth: Growth, cache: HeadCache, drafting: Tensor, last: Tensor, dtype: torch.dtype
     ) -> None:
         """`last` [R]: the last certain position; a node of level d is paired with the feature of position last + d."""
         config, requests = head.config, len(last)

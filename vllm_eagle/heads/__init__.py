@@ -1,7 +1,23 @@
 """EAGLE heads: the small layer that extrapolates the target's features."""
 
-from vllm_eagle.heads.checkpoint import load_head, save_head, save_speculators
-from vllm_eagle.heads.config import HeadConfig
-from vllm_eagle.heads.eagle1 import Attend, EagleHead
+from vllm_eagle.heads.base import Head
+from vllm_eagle.heads.checkpoint import AnyHead, load_head, new_head, save_head, save_speculators
+from vllm_eagle.heads.config import AUX_STATES, HeadConfig, default_aux_layers
+from vllm_eagle.heads.eagle1 import EagleHead
+from vllm_eagle.heads.eagle3 import Eagle3Head
+from vllm_eagle.heads.layers import Attend
 
-__all__ = ["Attend", "EagleHead", "HeadConfig", "load_head", "save_head", "save_speculators"]
+__all__ = [
+    "AUX_STATES",
+    "AnyHead",
+    "Attend",
+    "Eagle3Head",
+    "EagleHead",
+    "Head",
+    "HeadConfig",
+    "default_aux_layers",
+    "load_head",
+    "new_head",
+    "save_head",
+    "save_speculators",
+]

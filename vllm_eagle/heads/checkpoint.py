@@ -19,9 +19,19 @@ from vllm_eagle.errors import HeadError
 from vllm_eagle.heads import speculators
 from vllm_eagle.heads.config import HeadConfig
 from vllm_eagle.heads.eagle1 import EagleHead
+from vllm_eagle.heads.eagle3 import Eagle3Head
 
-# Released EAGLE-1 heads carry a copy of the target's embedding. It is frozen and shared: the target's own is used.
+AnyHead = EagleHead | Eagle3Head
+
+# Released heads may carry a copy of the target's embedding. It is frozen and shared: the target's own is used.
 _SHARED = {"embed_tokens.weight"}
+# The map of the draft vocabulary goes without saying where every token has a row.
+_MAP = {"d2t", "t2d"}
+
+
+def new_head(config: HeadConfig) -> AnyHead:
+    """Make an untrained head of the kind that `config` describes."""
+    return Eagle3Head(config) if config.is_eagle3 else EagleHead(config)
 
 
 def read_config(folder: Path) -> HeadConfig:
@@ -56,14 +66,14 @@ def check_folder(folder: Path) -> HeadConfig:
         with _readable(folder), safe_open(safe, framework="pt") as file:
             own = _own_name(folder)
             shapes = {own(name): torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        _check_tensors(folder, _expected(config), shapes)
+        _check_tensors(folder, config, shapes)
     elif not (folder / "pytorch_model.bin").is_file():
         raise HeadError(f"no model.safetensors or pytorch_model.bin in {folder}")
     return config
 
 
-def load_head(folder: str | Path, dtype: torch.dtype | None = torch.float32) -> EagleHead:
-    """Load a head for inference in `dtype`, None for the stored one; both layouts are read.
+def load_head(folder: str | Path, dtype: torch.dtype | None = torch.float32) -> AnyHead:
+    """Load a head for inference in `dtype`, None for the stored one; its config says of which kind and layout it is.
 
     Every tensor of the file is used, or named in the `HeadError` raised.
     """
@@ -76,29 +86,37 @@ def load_head(folder: str | Path, dtype: torch.dtype | None = torch.float32) -> 
             weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     own = _own_name(folder)
     weights = {own(name): tensor for name, tensor in weights.items()}
-    expected = _expected(config)
-    _check_tensors(folder, expected, {name: tensor.shape for name, tensor in weights.items()})
-    head = EagleHead(config).to(dtype or weights["fc.weight"].dtype)
-    head.load_state_dict({name: weights[name] for name in expected})
+    _check_tensors(folder, config, {name: tensor.shape for name, tensor in weights.items()})
+    head = new_head(config).to(dtype or weights["fc.weight"].dtype)
+    head.load_state_dict({name: weights.get(name, value) for name, value in head.state_dict().items()})
+    if isinstance(head, Eagle3Head):
+        try:
+            head.check_vocabulary()
+        except HeadError as bad:
+            raise HeadError(f"{folder}: {bad}") from None
     return head.eval().requires_grad_(False)
 
 
-def save_head(head: EagleHead, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the original layout; `load_head` and vLLM's own EAGLE loader read it back. Raises `HeadError`."""
+def save_head(head: AnyHead, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the original layout; `load_head` reads it back, and an EAGLE-1 head vLLM's own EAGLE loader, too.
+
+    Raises `HeadError`.
+    """
     _write(Path(folder), head.config.to_hf(), head.state_dict(), dtype)
 
 
 def save_speculators(
-    head: EagleHead, folder: str | Path, verifier: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
+    head: AnyHead, folder: str | Path, verifier: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write the `speculators` layout of a head for `verifier` (name_or_path, architectures). Raises `HeadError`."""
+    """Write the `speculators` layout of an EAGLE-1 head for `verifier` (name_or_path, architectures). Raises `HeadError`."""
     config = speculators.config_to_there(head.config, verifier)
     _write(Path(folder), config, {speculators.to_there(name): t for name, t in head.state_dict().items()}, dtype)
 
 
 def _write(folder: Path, config: dict[str, Any], state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Write both files under temporary names first: a head that was there stays whole when the disk is full."""
-    weights = {name: tensor.detach().to(dtype).contiguous() for name, tensor in state.items()}
+    whole = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    weights = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in whole.items()}
     config = config | {"dtype": str(dtype).removeprefix("torch.")}
     halves = [folder / "config.tmp", folder / "model.tmp"]
     try:
@@ -121,17 +139,18 @@ def _readable(folder: Path) -> Iterator[None]:
         raise HeadError(f"{folder}: the weight file cannot be read ({bad}); copy it again") from None
 
 
-def _expected(config: HeadConfig) -> dict[str, torch.Size]:
+def _check_tensors(folder: Path, config: HeadConfig, found: Mapping[str, torch.Size]) -> None:
     with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in EagleHead(config).state_dict().items()}
-
-
-def _check_tensors(folder: Path, expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
+        expected = {name: tensor.shape for name, tensor in new_head(config).state_dict().items()}
+    if config.draft_vocab_size == config.vocab_size and not _MAP & set(found):
+        expected = {name: shape for name, shape in expected.items() if name not in _MAP}
     missing, unused = sorted(set(expected) - set(found)), sorted(set(found) - set(expected) - _SHARED)
     if missing:
-        raise HeadError(f"{folder}: tensor {', '.join(missing)} is missing for an EAGLE-1 head of this config.json")
+        raise HeadError(f"{folder}: tensor {', '.join(missing)} is missing for an {config.kind} head of this config.json")
     if unused:
-        raise HeadError(f"{folder}: tensor {', '.join(unused)} is not part of an EAGLE-1 head; remove it or fix config.json")
+        raise HeadError(
+            f"{folder}: tensor {', '.join(unused)} is not part of an {config.kind} head; remove it or fix config.json"
+        )
     for name, shape in expected.items():
         if found[name] != shape:
             raise HeadError(f"{folder}: {name} has shape {list(found[name])}, its config.json implies {list(shape)}")

@@ -7,74 +7,17 @@ One module serves training, the reference loop and serving; they differ only in 
     token one ahead t1   t2   t3  ...   ti+1    known already: it was sampled from fi
     output          f^1  f^2  f^3 ...   f^i+1   LM head reads it: guess for ti+2
 
-Shapes: `...` leading dimensions (tokens, or batch and tokens), `D` hidden, `H` heads, `G` K/V heads, `K` head size.
+Shapes: `...` leading dimensions (tokens, or batch and tokens), `D` hidden, `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vllm_eagle.heads.config import HeadConfig
+from vllm_eagle.heads.layers import MLP, Attend, Attention, RMSNorm
 from vllm_eagle.heads.rope import Rotary
-
-
-class Attend(Protocol):
-    """Attend from rotated queries to whatever keys the caller keeps."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Take query [..., H, K], key and value [..., G, K] of this pass; return [..., H, K]."""
-        ...
-
-
-class RMSNorm(nn.Module):
-    """Scale to unit root mean square in float32, then by a learned weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
-
-
-class Attention(nn.Module):
-    """Project, rotate, and leave the attending to the caller."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        hidden, size, bias = config.hidden_size, config.head_dim, config.qkv_bias
-        self.size = size
-        self.q_proj = nn.Linear(hidden, config.num_heads * size, bias=bias)
-        self.k_proj = nn.Linear(hidden, config.num_kv_heads * size, bias=bias)
-        self.v_proj = nn.Linear(hidden, config.num_kv_heads * size, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * size, hidden, bias=False)
-
-    def forward(self, x: Tensor, layer: int, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        split = (*x.shape[:-1], -1, self.size)
-        query = Rotary.rotate(self.q_proj(x).view(split), *angles)
-        key = Rotary.rotate(self.k_proj(x).view(split), *angles)
-        out = attend(layer, query, key, self.v_proj(x).view(split))
-        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
-
-
-class MLP(nn.Module):
-    """Apply Llama's gated feed-forward layer."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        hidden, wide = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, wide, bias=False)
-        self.up_proj = nn.Linear(hidden, wide, bias=False)
-        self.down_proj = nn.Linear(wide, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -85,7 +28,7 @@ class DecoderLayer(nn.Module):
         self.index = index
         if index > 0:
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -118,3 +61,11 @@ class EagleHead(nn.Module):
         for layer in self.layers:
             x = layer(x, angles, attend)
         return x  # type: ignore[no-any-return]
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features [..., D] of true positions: the target's states as they are."""
+        return states
+
+    def readout(self, features: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two factors of the draft's logits: the features themselves and the target's LM head [V, D]."""
+        return features, lm_head

@@ -34,8 +34,10 @@ def to_here(name: str) -> str:
 def config_to_there(config: HeadConfig, verifier: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layout's `config.json`; `verifier` holds name_or_path and architectures of the target.
 
-    Raises `HeadError` for a head of several layers: the layout has a place for one.
+    Raises `HeadError` for an EAGLE-3 head, and for one of several layers: the layout has a place for one.
     """
+    if config.is_eagle3:
+        raise HeadError("the speculators layout is written for EAGLE-1 heads, this one is EAGLE-3; use --layout original")
     if config.num_layers != 1:
         raise HeadError(
             f"the speculators layout holds 1 decoder layer, this head has {config.num_layers}; use --layout original"

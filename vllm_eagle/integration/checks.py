@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_eagle.config import KEY, Options
@@ -15,7 +15,7 @@ from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError, HeadError
 from vllm_eagle.heads.checkpoint import check_folder
 from vllm_eagle.heads.config import HeadConfig
-from vllm_eagle.names import PROPOSER, WORKER
+from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 
 TESTED = ("0.32.0",)
 """Releases of vLLM every hook was run against."""
@@ -24,9 +24,8 @@ ARCHITECTURES = frozenset({"LlamaForCausalLM"})
 """Targets run against plain vLLM. Trees need full causal attention, and an LM head that reads the hidden state."""
 
 
-def is_ours(config: VllmConfig) -> bool:
+def is_ours(spec: SpeculativeConfig | None) -> bool:
     """Tell whether this configuration speculates with trees."""
-    spec = config.speculative_config
     return spec is not None and spec.method == "custom_class" and spec.model == PROPOSER
 
 
@@ -42,7 +41,7 @@ def read_options(config: VllmConfig) -> Options:
 def check_config(config: VllmConfig) -> None:
     """Check a whole configuration; raises `EagleError` for the first thing that cannot work."""
     extra = config.additional_config
-    if not is_ours(config):
+    if not is_ours(config.speculative_config):
         if isinstance(extra, Mapping) and KEY in extra:
             raise EagleError("tree options without a head have no effect: add --speculative-model HEAD, or remove them")
         return
@@ -52,6 +51,8 @@ def check_config(config: VllmConfig) -> None:
         raise EagleError(f"trees run on vLLM's CPU backend only in this release, not on {current_platform.device_name}")
     if config.parallel_config.worker_cls != WORKER:
         raise EagleError(f"trees need our worker: add --worker-cls {WORKER}")
+    if config.scheduler_config.scheduler_cls != SCHEDULER:
+        raise EagleError(f"grammars on trees need our scheduler: add --scheduler-cls {SCHEDULER}")
     _check_engine(config)
     _check_target(config)
     options = read_options(config)
@@ -108,6 +109,8 @@ def _check_sizes(config: VllmConfig, options: Options) -> None:
 
 
 def _check_head(config: VllmConfig, head: HeadConfig, folder: str) -> None:
+    if head.is_eagle3:
+        raise HeadError(f"head {folder} is an EAGLE-3 head, which is trained but not served yet; give an EAGLE-1/2 head")
     model = config.model_config
     if head.hidden_size != model.get_hidden_size():
         raise HeadError(

@@ -12,14 +12,25 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_eagle import envs
 from vllm_eagle.attention import TreeAttention
 from vllm_eagle.drafting import Known
 from vllm_eagle.integration.attention import Trees
 from vllm_eagle.integration.head_cache import PagedHeadCache
 from vllm_eagle.integration.proposer import TreeProposer
-from vllm_eagle.integration.sampling import LevelSampler, best_of_rows, is_plain_greedy, to_output
-from vllm_eagle.integration.startup import all_logits_processors, choose_attention
+from vllm_eagle.integration.sampling import (
+    LevelSampler,
+    best_of_rows,
+    is_plain_greedy,
+    noise_is_ours,
+    peek_draws,
+    seed_the_unseeded,
+    to_output,
+)
+from vllm_eagle.integration.scheduler import PLACEHOLDER, TreeDrafts
+from vllm_eagle.integration.startup import choose_attention
 from vllm_eagle.integration.step import Step
+from vllm_eagle.integration.thinking import count_thinking
 from vllm_eagle.tree import DraftTree
 from vllm_eagle.verify import walk, walk_greedy
 
@@ -38,11 +49,12 @@ class TreeRunner(CPUModelRunner):
         self._step: Step | None = None  # from a step's inputs to its drafts
         self._metadata: dict[str, Any] = {}
         self._warned = False
-        all_logits_processors(self.vllm_config, self.device, self.input_batch)
+        self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Choose the tree attention once the cache and its layout are known."""
-        super().initialize_kv_cache(*args, **kwargs)
+        super().initialize_kv_cache(*args, **kwargs)  # may make the batch anew
+        count_thinking(self.input_batch, self.vllm_config)
         self.tree_attention = choose_attention(self.compilation_config.static_forward_context)
         self.drafter.bind(self)
 
@@ -55,10 +67,12 @@ class TreeRunner(CPUModelRunner):
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         count, total = self.input_batch.num_reqs, scheduler_output.total_num_scheduled_tokens
-        drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafts, kept = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.kept_rows
         tables = self.input_batch.block_table.block_tables
         self._step = step = Step(
-            trees=[self._scheduled_tree(request, drafts.get(request)) for request in self.input_batch.req_ids],
+            trees=[
+                self._scheduled_tree(request, drafts.get(request), kept.get(request)) for request in self.input_batch.req_ids
+            ],
             starts=self.query_start_loc.np[:count].copy(),
             counts=num_scheduled_tokens[:count],
             computed=self.input_batch.num_computed_tokens_cpu[:count].copy(),
@@ -72,17 +86,21 @@ class TreeRunner(CPUModelRunner):
                 table.slot_mapping.gpu[nodes] = -1
         return prepared
 
-    def _scheduled_tree(self, request: str, drafts: list[int] | None) -> DraftTree | None:
-        """Return the tree behind the scheduled drafts: a prefix of the one proposed, since the scheduler may cut it."""
+    def _scheduled_tree(self, request: str, drafts: list[int] | None, kept: list[int] | None) -> DraftTree | None:
+        """Return the tree behind the scheduled drafts: of the rows a grammar kept, a prefix, since the scheduler may cut it."""
         if not drafts:
             return None
+        if drafts[0] == PLACEHOLDER:
+            return DraftTree.chain(0, drafts)
         tree = self._trees.get(request)
+        if tree is not None and kept is not None:
+            tree = tree.subset(kept)
         if tree is not None and tree.nodes[: len(drafts)] == drafts:
             return tree.prefix(len(drafts))
         if not self._warned:
             logger.warning("drafts of request %s are not those proposed for it; such drafts are verified as a chain", request)
             self._warned = True
-        return DraftTree.build([0, *drafts], range(-1, len(drafts)))
+        return DraftTree.chain(0, drafts)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
@@ -113,6 +131,8 @@ class TreeRunner(CPUModelRunner):
             best = best_of_rows(self.sampler.greedy_sample, logits, first_rows, counts)
             step.walk = walk_greedy(step.trees, taking_part, best)
             return to_output(step.walk, [])
+        if self._shares_noise:
+            seed_the_unseeded(self.input_batch)
         outputs = [self.requests[request].output_token_ids for request in self.input_batch.req_ids]
         sampler = LevelSampler(self.sampler, metadata, logits, first_rows, outputs)
         with sampler.histories():
@@ -174,6 +194,14 @@ class TreeRunner(CPUModelRunner):
         self._step = None
         return [tree.nodes for tree in trees]
 
+    def take_draft_token_ids(self) -> TreeDrafts | None:
+        """Hand the scheduler the structure with the drafts: it needs it where a grammar constrains them."""
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        parents = [self._trees[request].parents[1:].tolist() for request in drafts.req_ids]
+        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, parents)
+
     def _known(self, step: Step, sampled: list[list[int]], hidden_states: Tensor) -> tuple[Known, Tensor]:
         batch = self.input_batch
         rows, homes, counts = step.known()
@@ -186,15 +214,15 @@ class TreeRunner(CPUModelRunner):
             next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)),
             positions=torch.from_numpy(positions.astype(np.int64)),
             lengths=torch.from_numpy(counts),
-            rooms=[self._room(request, r, bool(sampled[r])) for r, request in enumerate(batch.req_ids)],
+            rooms=[self._room(r, bool(sampled[r])) for r in range(len(counts))],
             histories=[batch.token_ids_cpu[r, :length] for r, length in enumerate(lengths)],
+            draws=peek_draws(batch, self.drafter.growth.depth) if self._shares_noise else None,
         )
         return known, torch.from_numpy(homes)
 
-    def _room(self, request: str, index: int, sampled: bool) -> int:
-        """Count the nodes a request may draft: none while its prompt is unfinished or a grammar constrains it."""
-        parameters = self.requests[request].sampling_params
-        if not sampled or (parameters is not None and parameters.structured_outputs is not None):
+    def _room(self, index: int, sampled: bool) -> int:
+        """Count the nodes a request may draft: none while its prompt is unfinished."""
+        if not sampled:
             return 0
         left = self.max_model_len - 1 - int(self.input_batch.num_tokens_no_spec[index])
         return max(0, min(left, self.num_spec_tokens))

@@ -14,7 +14,10 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from vllm_eagle.drafting import Draws
+from vllm_eagle.drafting.noise import gumbel, peek
 from vllm_eagle.verify import STOPPED, Walk
 
 
@@ -68,6 +71,33 @@ class LevelSampler:
         finally:
             for output, length in zip(self.outputs, lengths, strict=True):
                 del output[length:]
+
+
+def noise_is_ours(sampler: Sampler) -> bool:
+    """Tell whether `gumbel` is the noise this sampler draws with: on a few rows both must choose the same tokens."""
+    if sampler.topk_topp_sampler.use_fp64_gumbel or not hasattr(torch.ops._C, "fused_gumbel_argmax"):
+        return False
+    logits, seeds = torch.linspace(-3, 3, 16 * 500).view(16, 500).roll(37, 1).contiguous(), torch.arange(16) * 1_000_003
+    drawn = torch.ops._C.fused_gumbel_argmax(logits, seeds)
+    return torch.equal(drawn, (logits + gumbel(seeds, torch.arange(500))).argmax(1))
+
+
+def seed_the_unseeded(batch: InputBatch) -> None:
+    """Give every request that draws a generator of its own, so that what it draws next can be read ahead."""
+    for r, request in enumerate(batch.req_ids):
+        if request in batch.random_reqs and r not in batch.generators:
+            batch.generators[r] = torch.Generator().manual_seed(int(torch.randint(2**62, (1,))))
+
+
+def peek_draws(batch: InputBatch, ahead: int) -> Draws | None:
+    """Return how each request of the batch will draw its next tokens, None when all take the best."""
+    if not batch.random_reqs:
+        return None
+    seeds = torch.zeros(batch.num_reqs, ahead, dtype=torch.long)
+    for r, request in enumerate(batch.req_ids):
+        if request in batch.random_reqs:
+            seeds[r] = peek(batch.generators[r], ahead)
+    return Draws(torch.from_numpy(batch.temperature_cpu[: batch.num_reqs].copy()), seeds)
 
 
 def is_plain_greedy(metadata: SamplingMetadata) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.sample.logits_processor import build_logitsprocs
 
 from vllm_eagle.attention import VEC_LAYOUT, TreeAttention, choose
 from vllm_eagle.errors import EagleError
@@ -23,15 +20,6 @@ def share_log() -> None:
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_eagle")
     ours.handlers, ours.propagate = theirs.handlers, False
     ours.setLevel(theirs.level)
-
-
-def all_logits_processors(config: VllmConfig, device: torch.device, batch: Any) -> None:
-    """Give the batch the processors plain decoding has; under speculation vLLM builds only the first of them."""
-    plain = copy.copy(config)
-    plain.speculative_config = None
-    custom = config.model_config.logits_processors or ()
-    batch.logitsprocs = build_logitsprocs(plain, device, False, False, custom)
-    batch.logitsprocs_need_output_token_ids = bool(custom)
 
 
 def choose_attention(layers: Mapping[str, Any]) -> TreeAttention:

@@ -9,6 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_eagle.errors import EagleError
 from vllm_eagle.integration import ledger
+from vllm_eagle.integration.patches import TreesTakeAnyProcessor
 from vllm_eagle.integration.runner import TreeRunner
 from vllm_eagle.integration.startup import share_log
 from vllm_eagle.names import ATTENTION_BACKEND
@@ -21,6 +22,7 @@ class CPUTreeWorker(CPUWorker):
         """Build vLLM's runner, then adopt it; raises `EagleError` if vLLM built another one."""
         share_log()
         ledger.check()
+        TreesTakeAnyProcessor.apply()
         register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION_BACKEND)
         _cached_get_attn_backend.cache_clear()  # an earlier engine of this process has asked already
         super().init_device()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_eagle.drafting import HeadCache, HeadDrafter, Known
+from vllm_eagle.drafting import Draws, HeadCache, HeadDrafter, Known
 from vllm_eagle.drafting.reference import next_feature
-from vllm_eagle.heads import EagleHead
+from vllm_eagle.heads import Head
 from vllm_eagle.tree import CandidatePool, DraftTree
 
 
@@ -20,7 +20,7 @@ class CheckedDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, inner: HeadDrafter, plain: EagleHead, embed: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
+        self, inner: HeadDrafter, plain: Head, embed: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
     ) -> None:
         """`plain` holds the same weights as the drafter's head; `logits` maps features [n, D] to [n, V]."""
         super().__init__(inner.head, inner.embed, inner.candidates, inner.growth)
@@ -38,7 +38,7 @@ class CheckedDrafter(HeadDrafter):
         self._own: dict[int, dict[tuple[int, ...], Tensor]] = {}  # the reference's own features, by path
         return super().draft(known, cache)
 
-    def _offer(self, pool: CandidatePool, features: Tensor) -> None:
+    def _offer(self, pool: CandidatePool, features: Tensor, draws: Draws | None) -> None:
         """Compare the frontier's features [R, F, D] before its candidates are taken."""
         for row, r in enumerate(self._now):
             target = torch.cat(self.features[self._known.request_ids[r]])
@@ -47,9 +47,9 @@ class CheckedDrafter(HeadDrafter):
             for slot, candidate in enumerate(pool.frontier[row].tolist()):
                 path = pool.path(row, candidate)
                 above = [own[tuple(path[:depth])] for depth in range(len(path))]
-                guessed = torch.stack(above) if above else target[:0]
+                guessed = torch.stack(above) if above else features[row, :0]
                 own[tuple(path)] = want = next_feature(self.plain, self.plain_embed, target, tokens, path, guessed)
                 gap = (self.logits(want[None]) - self.logits(features[row, slot][None])).abs().max().item()
                 self.worst[len(path)] = max(self.worst.get(len(path), 0.0), gap)
                 self.checked[len(path)] = self.checked.get(len(path), 0) + 1
-        super()._offer(pool, features)
+        super()._offer(pool, features, draws)

@@ -5,20 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from vllm_eagle.heads import EagleHead, HeadConfig, save_head
+from vllm_eagle.heads import Eagle3Head, EagleHead, HeadConfig, new_head, save_head
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 def tiny_target(
-    folder: str | Path, *, vocab: int = 256, layers: int = 2, seed: int = 0, max_positions: int = 2048, damping: float = 1.0
+    folder: str | Path,
+    *,
+    vocab: int = 256,
+    layers: int = 2,
+    seed: int = 0,
+    max_positions: int = 2048,
+    damping: float = 1.0,
+    letters: bool = False,
 ) -> str:
     """Write a random Llama (hidden 64, 4 heads, 2 K/V heads of 32) with words w0, w1, ... and return the folder.
 
-    With little `damping` the next token follows mostly from the last one alone, and `tiny_head(copies=True)` can guess it.
+    With `letters` its tokens are bytes and a few pairs of JSON instead, and <think> and </think> are tokens: what grammars
+    and reasoning parsers want; `vocab` is then 300 or more. With little `damping` the next token follows mostly from the
+    last one alone, and `tiny_head(copies=True)` can guess it.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -41,13 +50,28 @@ def tiny_target(
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.mul_(damping)
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    bos, eos = (AddedToken(word, single_word=True, special=True) for word in ("w0", "w1"))  # else w1 is found in w17
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token=bos, eos_token=eos, unk_token=bos)  # type: ignore[no-untyped-call]
+    fast = _letters() if letters else _words(vocab)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     return str(folder)
+
+
+def _words(vocab: int) -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bos, eos = (AddedToken(word, single_word=True, special=True) for word in ("w0", "w1"))  # else w1 is found in w17
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token=bos, eos_token=eos, unk_token=bos)  # type: ignore[no-untyped-call]
+
+
+def _letters() -> PreTrainedTokenizerFast:
+    special = ["<s>", "</s>", "<think>", "</think>"]
+    pairs = [("{", '"'), ('"', ":"), ('"', ","), ('"', "}"), ("a", "b"), ("1", "2")]
+    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in pairs]
+    letters = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters.decoder = decoders.ByteLevel()
+    letters.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
 
 
 def tiny_head(
@@ -60,12 +84,13 @@ def tiny_head(
     seed: int = 1,
     copies: bool = False,
     heads: tuple[int, int, int] = (4, 2, 32),
+    draft_vocab: int | None = None,
 ) -> str:
-    """Write a random EAGLE-1 head that fits `tiny_target` and return the folder.
+    """Write a random head that fits `tiny_target` and return the folder: EAGLE-1, or EAGLE-3 with a `draft_vocab` size.
 
     `heads` are query heads, K/V heads and head size; the default is the target's own.
 
-    With `copies` its fusion passes the token's embedding on: right about a damped target, now and then.
+    With `copies` the fusion of an EAGLE-1 head passes the token's embedding on: right about a damped target, now and then.
     """
     torch.manual_seed(seed)
     config = HeadConfig(
@@ -78,13 +103,17 @@ def tiny_head(
         vocab_size=vocab,
         rms_norm_eps=1e-6,
         max_positions=2048,
-        fusion_bias=bias,
+        fusion_bias=bias and draft_vocab is None,
         qkv_bias=False,
+        draft_vocab_size=draft_vocab,
+        aux_layers=() if draft_vocab is None else (0, 1, 1),
     )
-    head = EagleHead(config)
+    head = new_head(config)
+    if isinstance(head, Eagle3Head):
+        head.set_vocabulary(torch.randperm(vocab)[:draft_vocab].sort().values)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.02 if copies else 0.08)
-    if copies:
+    if copies and isinstance(head, EagleHead):
         head.fc.weight.data[:, :hidden] += torch.eye(hidden)
     save_head(head, folder, torch.float32)
     return str(folder)

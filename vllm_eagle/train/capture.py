@@ -1,7 +1,7 @@
 """Capture the target's features for its own answers, once, to disk in float16.
 
 Kept on disk rather than recomputed: 2 D bytes a token (1.2 KB at hidden size 576) against a whole forward pass of the
-target in every epoch.
+target in every epoch. The auxiliary states an EAGLE-3 head reads cost three times as much, and are kept only when asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from vllm_eagle.errors import EagleError
+from vllm_eagle.heads import AUX_STATES, default_aux_layers
 from vllm_eagle.train.answers import Answer, read_all
-from vllm_eagle.train.features import Example, captured_keys, shard_paths, write_shard
+from vllm_eagle.train.features import Example, captured_keys, captured_layers, shard_paths, write_shard
 from vllm_eagle.train.progress import Progress
 from vllm_eagle.train.target import Target
 
@@ -30,6 +31,7 @@ class CaptureConfig:
     batch_tokens: int = 4096
     max_length: int = 1024
     candidates: int = 16
+    aux_layers: tuple[int, ...] = ()
 
 
 @dataclass
@@ -59,6 +61,11 @@ def capture(config: CaptureConfig, target: Target) -> CaptureReport:
     todo = [answer for answer in usable if answer.fingerprint() not in done]
     if not usable:
         raise EagleError(f"no usable answer in {', '.join(map(str, config.answers))} ({skipped}; {report})")
+    if (held := captured_layers(config.out)) not in (None, config.aux_layers):
+        raise EagleError(
+            f"{config.out} holds states of layers {held or '(none)'}, this capture adds {config.aux_layers or '(none)'}; "
+            f"use the same --aux-layers or another --out"
+        )
     config.out.mkdir(parents=True, exist_ok=True)
     progress = Progress("features", len(usable), len(usable) - len(todo))
     for begin in range(0, len(todo), config.rows_per_shard):
@@ -77,17 +84,19 @@ def _fits(answer: Answer, config: CaptureConfig, target: Target, report: Capture
 def _capture_shard(
     answers: Sequence[Answer], config: CaptureConfig, target: Target, report: CaptureReport, progress: Progress
 ) -> None:
-    examples: dict[str, Example] = {}
+    examples: dict[str, tuple[Example, Tensor]] = {}
     for bucket in buckets(answers, config.batch_tokens):
-        features = target.features([answer.token_ids for answer in bucket])
-        for answer, feature in zip(bucket, features, strict=True):
-            examples[answer.fingerprint()] = _example(answer, feature, config.candidates, target, report)
+        states = target.states([answer.token_ids for answer in bucket], config.aux_layers)
+        for answer, (feature, aux) in zip(bucket, states, strict=True):
+            example = _example(answer, feature, config.candidates, target, report)
+            examples[answer.fingerprint()] = example, _kept(aux, config.aux_layers)
             progress.add(len(answer.out_ids))
     number = max((int(path.stem.split("-")[1]) for path in shard_paths(config.out)), default=-1) + 1
     path = config.out / f"features-{number:05d}.safetensors"
     if report.reproduced < 0.999 * report.checked:
         raise EagleError(f"{path} not written: {report}; the features are not what the LM head reads")
-    write_shard(path, answers, [examples[answer.fingerprint()] for answer in answers])
+    ordered = [examples[answer.fingerprint()] for answer in answers]
+    write_shard(path, answers, [example for example, _ in ordered], [aux for _, aux in ordered], config.aux_layers)
 
 
 def buckets(answers: Sequence[Answer], batch_tokens: int) -> Iterator[list[Answer]]:
@@ -100,6 +109,27 @@ def buckets(answers: Sequence[Answer], batch_tokens: int) -> Iterator[list[Answe
         group.append(answer)
     if group:
         yield group
+
+
+def read_aux_layers(word: str, target_layers: int) -> tuple[int, ...]:
+    """Read `auto`, `off` or three layer numbers; raises `EagleError` for a number that is no layer of the target."""
+    if word in ("auto", "off"):
+        return default_aux_layers(target_layers) if word == "auto" else ()
+    try:
+        layers = tuple(map(int, word.split(",")))
+    except ValueError:
+        layers = ()
+    if len(layers) != AUX_STATES or min(layers) < 0 or max(layers) >= target_layers:
+        raise EagleError(f"--aux-layers {word}: give auto, off, or {AUX_STATES} numbers within 0 … {target_layers - 1}")
+    return layers
+
+
+def _kept(aux: Tensor, layers: Sequence[int]) -> Tensor:
+    """Keep auxiliary states [T-1, A*D] in float16, which the inputs of some models' layers do not fit."""
+    kept = aux[:-1].half().cpu()
+    if not kept.isfinite().all():
+        raise EagleError(f"a state of layers {','.join(map(str, layers))} exceeds float16; name others with --aux-layers")
+    return kept
 
 
 def _example(answer: Answer, feature: Tensor, candidates: int, target: Target, report: CaptureReport) -> Example:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_eagle.train.evaluate import Acceptance
@@ -14,6 +14,13 @@ from vllm_eagle.train.settings import Settings
 from vllm_eagle.tree import Growth
 
 _PACKAGES = ("torch", "transformers", "safetensors")
+
+_DESCRIPTION = {
+    "eagle1": """An EAGLE-1/2 draft head, original layout: {layers} decoder layer(s), no fusion bias, embedding and LM head
+are the target's. `draft_vocab.json` lists the tokens the target uses most, most frequent first.""",
+    "eagle3": """An EAGLE-3 draft head, original layout: one decoder layer over the inputs of three layers of the target, which
+`config.json` names. The embedding is the target's, the LM head its own, with rows for the tokens the target uses most.""",
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,7 @@ def _card(about: Provenance, judged: Sequence[Judgement]) -> str:
     continued = f", continued from {about.start}" if about.start else ""
     tokens = sum(example.answer_length for example in examples)
     rounds = settings.fit.steps * settings.fit.batch_rounds
-    shape = {name: value for name, value in vars(settings).items() if name != "fit" and value is not None}
-    recipe = "\n".join(f"{name} = {value!r}" for name, value in (shape | asdict(settings.fit)).items())
+    recipe = "\n".join(f"{name} = {value!r}" for name, value in settings.effective().items())
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
     tables = "\n".join(one.lines() for one in judged) or "Not judged yet.\n"
     return f"""---
@@ -68,8 +74,7 @@ base_model: {target}
 ---
 # EAGLE head for {target}
 
-An EAGLE-1/2 draft head, original layout: {settings.layers} decoder layer(s), no fusion bias, embedding and LM head
-are the target's. `draft_vocab.json` lists the tokens the target uses most, most frequent first.
+{_DESCRIPTION[settings.recipe].format(layers=settings.layers)}
 
 ## Acceptance, from the head alone
 {tables}

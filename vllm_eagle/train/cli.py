@@ -30,6 +30,8 @@ Run the target once over its answers and keep what its LM head reads. A head lea
 they are the same in every epoch, so they are kept on disk in float16. Only new answers are captured, and the stored
 features must reproduce the target's own argmax on 99.9 % of tokens, or nothing is written.
 
+An EAGLE-3 head reads three inner layers instead: --aux-layers auto keeps their inputs, too.
+
   example: vllm-eagle capture --model MODEL --answers data/answers data/self --out data/features
 """
 
@@ -38,6 +40,7 @@ _FIT = """\
 Train a head on captured features and export it. The head is run on its own outputs for several depths, because that
 is how it drafts: trained for one step only it does not survive its own mistakes. A killed run continues from its last
 saved state with the same result; give --start to train an exported head further on other data or settings.
+The setting recipe=eagle3 trains an EAGLE-3 head, on features captured with --aux-layers auto.
 
   example: vllm-eagle fit --model MODEL --features data/features --settings configs/train/eagle1.toml --out heads/mine
 """
@@ -143,16 +146,21 @@ def _add_capture(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     cmd.add_argument("--out", type=Path, required=True, help="folder for the features; new answers are added to it")
     cmd.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one forward pass")
     cmd.add_argument("--max-length", type=int, default=1024, help="longer sequences are skipped and counted")
+    cmd.add_argument(
+        "--aux-layers", default="off", metavar="auto|off|I,J,K", help="also keep the inputs of three layers, for recipe eagle3"
+    )
     cmd.add_argument("--device", default="cpu", help="cuda where there is one")
     cmd.set_defaults(run=_capture)
 
 
 def _capture(args: argparse.Namespace) -> None:
-    from vllm_eagle.train.capture import CaptureConfig, capture
+    from vllm_eagle.train.capture import CaptureConfig, capture, read_aux_layers
     from vllm_eagle.train.target import Target
 
-    config = CaptureConfig(tuple(args.answers), args.out, batch_tokens=args.batch_tokens, max_length=args.max_length)
-    print(capture(config, Target.load(args.model, device=args.device)))
+    target = Target.load(args.model, device=args.device)
+    layers = read_aux_layers(args.aux_layers, target.config.num_hidden_layers)
+    sizes = {"batch_tokens": args.batch_tokens, "max_length": args.max_length}
+    print(capture(CaptureConfig(tuple(args.answers), args.out, aux_layers=layers, **sizes), target))
 
 
 def _add_fit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -237,10 +245,13 @@ def _train(args: argparse.Namespace) -> None:
     def step(**changes: object) -> argparse.Namespace:
         return argparse.Namespace(**{**vars(args), **changes})
 
+    from vllm_eagle.train.settings import read_settings
+
     answers, features = args.out / "answers", args.out / "features"
+    aux_layers = "auto" if read_settings(args.settings, args.set).recipe == "eagle3" else "off"
     longest = args.max_prompt_tokens + args.max_tokens
     _generate(step(out=answers))
-    _capture(step(answers=[answers], out=features, batch_tokens=4096, max_length=longest))
+    _capture(step(answers=[answers], out=features, batch_tokens=4096, max_length=longest, aux_layers=aux_layers))
     _fit(step(features=[features], out=args.out / "fit"))
 
 

@@ -55,7 +55,7 @@ def draw(folder: Path) -> None:
 
 
 def _lines(journal: Path) -> Iterator[dict[str, Any]]:
-    for text in journal.read_text().splitlines():
+    for text in journal.read_text().splitlines() if journal.is_file() else ():
         with suppress(ValueError):  # a line torn by a kill
             yield json.loads(text)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_eagle.heads import Head
 from vllm_eagle.train.batches import PackedBatch, pack
 from vllm_eagle.train.features import Example
-from vllm_eagle.train.rollout import Head, rollout
+from vllm_eagle.train.rollout import rollout
 from vllm_eagle.train.words import Words
 
 _ROUNDS = 2048  # of one batch

@@ -16,7 +16,7 @@ _BESIDE = ("draft_vocab.json", "README.md")
 def export(head_folder: Path, layout: str, out: Path, target: Path | None = None) -> None:
     """Write the head in `head_folder` to `out`, bit for bit; raises `EagleError`.
 
-    The `speculators` layout names the `target` (its folder) the head was made for.
+    The `speculators` layout, for EAGLE-1 alone, names the `target` (its folder) the head was made for.
     """
     if out.resolve() == head_folder.resolve():
         raise EagleError(f"--out {out} is the head's own folder; give another one")
@@ -35,7 +35,7 @@ def export(head_folder: Path, layout: str, out: Path, target: Path | None = None
 
 def _verifier(target: Path) -> dict[str, object]:
     try:
-        config = AutoConfig.from_pretrained(target)
+        config = AutoConfig.from_pretrained(target, local_files_only=True)
     except (OSError, ValueError) as bad:
         raise EagleError(f"{target}: the target cannot be read ({str(bad).splitlines()[0]})") from None
     return {"name_or_path": target.name, "architectures": config.architectures or []}

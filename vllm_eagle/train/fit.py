@@ -1,4 +1,4 @@
-"""Fit a head to captured features: recipe `eagle1`, with an unroll over the head's own outputs."""
+"""Fit a head to captured features, unrolled over its own outputs: recipes `eagle1` and `eagle3`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from vllm_eagle.errors import EagleError
-from vllm_eagle.heads import EagleHead, HeadConfig, load_head
+from vllm_eagle.heads import AnyHead, HeadConfig
 from vllm_eagle.train import optimizers
 from vllm_eagle.train.batches import PackedBatch, Sampler, Share, split
 from vllm_eagle.train.curves import draw, open_board
@@ -21,12 +21,11 @@ from vllm_eagle.train.features import Example
 from vllm_eagle.train.objective import Objective
 from vllm_eagle.train.processes import PRECISIONS, Team
 from vllm_eagle.train.rollout import rollout, uniform_noise
-from vllm_eagle.train.sampled import SampledVocabulary
 from vllm_eagle.train.state import Journal, Record, load_state, mean_record, save_state
-from vllm_eagle.train.trainable import TrainableHead
+from vllm_eagle.train.trainable import TrainableHead, trainable
 from vllm_eagle.train.words import Words
 
-_LINEAR_START_ROUNDS = 200_000  # 170 for each of the 1,152 inputs of a 576-wide head: with 35 it overfits
+_START_ROUNDS = 200_000  # 170 for each of the 1,152 inputs of a 576-wide EAGLE-1 head: its linear start overfits with 35
 
 
 @dataclass(frozen=True)
@@ -68,21 +67,29 @@ class FitConfig:
 
 @dataclass
 class Fit:
-    """Train one head over `sampled` and judge it over `words`; `run` continues from the last state in `folder`.
+    """Train one head over the words of each batch and judge it over `words`; `run` continues from the state in `folder`.
 
-    `export` is called with every saved state, so that a fit that is stopped early leaves a head behind. Of a team, process 0
-    judges and writes; the others only compute.
+    `batch_words` gives the words of a batch from a seed. `export` is called with every saved state, so that a fit that is
+    stopped early leaves a head behind. Of a team, process 0 judges and writes; the others only compute.
     """
 
     config: FitConfig
     head_config: HeadConfig
     words: Words
-    sampled: SampledVocabulary
+    batch_words: Callable[[PackedBatch, int], Words]
     examples: Sequence[Example]
     folder: Path
-    export: Callable[[EagleHead], None]
+    export: Callable[[AnyHead], None]
     team: Team
-    start: Path | None = None
+    start: AnyHead | None = None
+
+    def __post_init__(self) -> None:
+        if self.start is None:
+            return
+        for name in ("kind", "num_layers", "intermediate_size", "aux_layers"):
+            theirs, ours = getattr(self.start.config, name), getattr(self.head_config, name)
+            if theirs != ours:
+                raise EagleError(f"--start is a head with {name} {theirs}, this fit trains one with {ours}; it cannot continue")
 
     def run(self) -> None:
         """Train to the last step; the state is saved and the head exported."""
@@ -119,16 +126,19 @@ class Fit:
 
     def _identity(self) -> str:
         tokens = sum(len(example.tokens) for example in self.examples)
+        head, aux = self.head_config, ""
+        if head.is_eagle3:
+            aux = f", states of layers {head.aux_layers}, {head.draft_vocab_size} tokens to draft from"
         config = replace(self.config, accumulate=self.config.accumulate * self.team.size)  # the same steps, however dealt out
-        return f"{config} on {len(self.examples)} sequences, {tokens} tokens"
+        return f"{config} on {len(self.examples)} sequences, {tokens} tokens{aux}"
 
     def _new_head(self, sampler: Sampler) -> TrainableHead:
         torch.manual_seed(self.config.seed)
-        head = TrainableHead(self.head_config)
-        count = max(1, min(_LINEAR_START_ROUNDS // self.config.batch_rounds, len(sampler.epoch(0))))  # no round twice
-        head.start_linear(itertools.islice(sampler.from_step(0), count), self.words.embedding.cpu())
+        head = trainable(self.head_config)
+        count = max(1, min(_START_ROUNDS // self.config.batch_rounds, len(sampler.epoch(0))))  # no round twice
+        head.begin(itertools.islice(sampler.from_step(0), count), self.words)
         if self.start is not None:
-            head.start_from(load_head(self.start))
+            head.start_from(self.start)
         head.to(self.words.lm_head.device)
         self.team.share_state(head)
         return head
@@ -150,7 +160,7 @@ class Fit:
         seed = config.seed * 1_000_003 + number
         noise = uniform_noise(batch.features, config.noise, seed)
         with self.team.autocast(config.precision):
-            depths = rollout(head, batch, self.sampled.words(batch, seed), config.depths, config.width, noise)
+            depths = rollout(head, batch, self.batch_words(batch, seed), config.depths, config.width, noise)
             loss, record = config.objective(depths, rounds)
         (loss * (rounds / step_rounds)).backward()  # type: ignore[no-untyped-call]
         return record | {"loss": float(loss.detach())}

@@ -1,4 +1,7 @@
-"""Losses over the draft vocabulary; the LM head is frozen, so its product is differentiated on the way forward.
+"""Losses over the draft vocabulary; the logits of all rows are never in memory at once.
+
+An LM head that is frozen has its product differentiated on the way forward. One that is trained (EAGLE-3) needs what
+comes from above first, so its logits are computed again on the way back.
 
 Shapes: `R` rows, `D` hidden, `S` draft vocabulary, `K` candidates.
 """
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 _CHUNK = 512  # rows whose logits are in memory at once: 16 MB at 8,192 tokens, so they stay near the cache
 
@@ -18,7 +22,7 @@ _CHUNK = 512  # rows whose logits are in memory at once: 16 MB at 8,192 tokens, 
 class Scores:
     """Hold the cross-entropy of each row and the rank of the token that was taken (0 = the head's first choice)."""
 
-    cross_entropy: Tensor  # [R]
+    cross_entropy: Tensor  # [R]; 0 where the token, or every candidate, is outside the draft vocabulary
     rank: Tensor  # [R]; S where the token is outside the draft vocabulary
 
 
@@ -51,8 +55,7 @@ def _chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # loss = logsumexp(z) - sum_k p_k z_k with sum p = 1, so d(loss)/dz = softmax(z) - p.
     logits = hidden @ lm_head.T  # [R, S]
-    mine = logits.gather(1, taken.clamp_min(0).unsqueeze(1))
-    rank = torch.where(taken >= 0, (logits > mine).sum(1), logits.shape[1])
+    rank = _rank(logits, taken)
     wanted = (logits.add_(log_weights).gather(1, ids) * probs).sum(1)
     peak = logits.amax(1, keepdim=True)
     weights = logits.sub_(peak).exp_()
@@ -62,16 +65,39 @@ def _chunk(
     return loss, rank, weights @ lm_head
 
 
+def _rank(logits: Tensor, taken: Tensor) -> Tensor:
+    mine = logits.gather(1, taken.clamp_min(0).unsqueeze(1))
+    return torch.where(taken >= 0, (logits > mine).sum(1), logits.shape[1])
+
+
+def _plain_chunk(
+    hidden: Tensor, lm_head: Tensor, log_weights: Tensor, ids: Tensor, probs: Tensor, taken: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ lm_head.T  # [R, S]
+    weighed = logits + log_weights
+    return weighed.logsumexp(1) - (weighed.gather(1, ids) * probs).sum(1), _rank(logits, taken)
+
+
+def _trained_head_cross_entropy(
+    hidden: Tensor, lm_head: Tensor, log_weights: Tensor, ids: Tensor, probs: Tensor, taken: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keep nothing of a chunk but its inputs between forward and backward."""
+    chunks = zip(*(torch.split(rows, _CHUNK) for rows in (hidden, ids, probs, taken)), strict=True)
+    scored = [checkpoint(_plain_chunk, h, lm_head, log_weights, i, p, t, use_reentrant=False) for h, i, p, t in chunks]
+    return torch.cat([loss for loss, _ in scored]), torch.cat([rank for _, rank in scored])
+
+
 def score(hidden: Tensor, lm_head: Tensor, log_weights: Tensor, ids: Tensor, probs: Tensor, taken: Tensor) -> Scores:
     """Compare hidden [R, D] through lm_head [S, D] with the target's candidates.
 
     `ids` [R, K] and `taken` [R] are rows of the draft vocabulary, -1 where a token is not in it; `probs` [R, K] are
-    renormalised over the candidates that are. `log_weights` [S] (0 for candidates) are added to the logits.
+    renormalised over the candidates that are. `log_weights` [S] (0 for candidates) are added to the logits. Gradients
+    reach `lm_head` if it requires them.
     """
     inside = ids >= 0
     probs = torch.where(inside, probs, 0.0)
     probs = probs / probs.sum(1, keepdim=True).clamp_min(1e-9)
+    compare = _trained_head_cross_entropy if lm_head.requires_grad else _FrozenHeadCrossEntropy.apply
     with torch.autocast(hidden.device.type, enabled=False):  # a softmax over a whole vocabulary needs float32
-        hidden = hidden.to(lm_head.dtype)
-        loss, rank = _FrozenHeadCrossEntropy.apply(hidden, lm_head, log_weights, ids.clamp_min(0), probs, taken)  # type: ignore[no-untyped-call]
-    return Scores(loss, rank)
+        loss, rank = compare(hidden.to(lm_head.dtype), lm_head, log_weights, ids.clamp_min(0), probs, taken)
+    return Scores(torch.where((taken >= 0) & inside.any(1), loss, 0.0), rank)

@@ -30,10 +30,13 @@ class Objective:
         record: Record = {"rounds": rounds}
         for s, depth in enumerate(depths):
             token = depth.scores.cross_entropy
-            part = self.token_weight * token.sum() + self.feature_weight * depth.feature_loss.sum()
-            total = total + self.decay**s / rounds * part
+            part = self.token_weight * token.sum()
             record[f"ce{s}"] = float(token.detach().mean())
-            record[f"feature{s}"] = float(depth.feature_loss.detach().mean())
+            if self.feature_weight:
+                feature = depth.feature_loss
+                part = part + self.feature_weight * feature.sum()
+                record[f"feature{s}"] = float(feature.detach().mean())
+            total = total + self.decay**s / rounds * part
             record[f"hit{s}"] = float((depth.scores.rank == 0).float().mean())
             record[f"kept{s}"] = len(token) / rounds
         return total, record

@@ -66,8 +66,9 @@ class Team:
         self._state.wait_for_everyone()
 
     def part(self) -> None:
-        """End the work together."""
-        self._state.destroy_process_group()
+        """End the work together; one process has no group, and an engine beside it may have one of its own."""
+        if self.size > 1:
+            self._state.destroy_process_group()
 
     def autocast(self, precision: str) -> AbstractContextManager[Any]:
         """Return the context of a forward pass in `precision`; weights, softmax and losses stay float32."""

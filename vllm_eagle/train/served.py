@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm_eagle.drafting import DraftVocabulary, HeadDrafter, Known
-from vllm_eagle.heads import EagleHead
+from vllm_eagle.heads import AnyHead
 from vllm_eagle.train.batches import PackedBatch, pack
 from vllm_eagle.train.features import Example
 from vllm_eagle.train.unroll import SlotAttention, attend_round
@@ -59,8 +59,8 @@ class AnswerCache:
         return attend_round(query, own_key, own_value, keys, values, last, seen[:, :used])
 
 
-def draft_everywhere(head: EagleHead, example: Example, words: Words, vocabulary: Tensor, growth: Growth) -> list[DraftTree]:
-    """Return the tree of every round [R] of an answer; `words` are cut to the draft vocabulary [V], `vocabulary` its ids."""
+def draft_everywhere(head: AnyHead, example: Example, words: Words, growth: Growth) -> list[DraftTree]:
+    """Return the tree of every round [R] of an answer; `words` are cut to the draft vocabulary."""
     batch = pack([example])
     rounds, tokens = len(batch.start), example.tokens.numpy().astype(np.int32)
     known = Known(
@@ -72,18 +72,22 @@ def draft_everywhere(head: EagleHead, example: Example, words: Words, vocabulary
         rooms=[growth.size] * rounds,
         histories=[tokens[: example.prompt_length + 1 + r] for r in range(rounds)],
     )
-    candidates = DraftVocabulary(lambda features: features @ words.lm_head.T, vocabulary)
-    drafter = HeadDrafter(head, lambda ids: words.embedding[ids], candidates, growth)
+
+    def logits(features: Tensor) -> Tensor:
+        hidden, lm_head = head.readout(features, words.lm_head)
+        return hidden @ lm_head.T
+
+    drafter = HeadDrafter(head, lambda ids: words.embedding[ids], DraftVocabulary(logits, words.vocabulary), growth)
     return drafter.draft(known, AnswerCache(batch))
 
 
 @torch.inference_mode()
-def accepted_lengths(head: EagleHead, example: Example, words: Words, vocabulary: Tensor, growth: Growth) -> Tensor:
+def accepted_lengths(head: AnyHead, example: Example, words: Words, growth: Growth) -> Tensor:
     """Return [R]: how many drafted tokens the target accepts in a round that starts at each answer position.
 
     A path that reaches the answer's end counts up to there: what the target would have said next is not known.
     """
-    trees = draft_everywhere(head, example, words, vocabulary, growth)
+    trees = draft_everywhere(head, example, words, growth)
     written = example.tokens[example.prompt_length + 1 :].numpy()  # [R] what each round's root is followed by
     told = np.append(written, np.full(growth.depth + 1, -1))
     best = [told[r + tree.depths] for r, tree in enumerate(trees)]  # right on the true path; nowhere else is it asked for
@@ -116,10 +120,10 @@ def walk_answer(accepted: Tensor) -> Served:
     return Served(drafts, taken)
 
 
-def serve(head: EagleHead, examples: Sequence[Example], words: Words, vocabulary: Tensor, growth: Growth) -> Served:
+def serve(head: AnyHead, examples: Sequence[Example], words: Words, growth: Growth) -> Served:
     """Count drafts and accepted tokens of serving all these answers greedily.
 
     vLLM's counters agree but for an answer's last step: what is accepted behind the end counts there and not here.
     """
-    walks = [walk_answer(accepted_lengths(head, example, words, vocabulary, growth)) for example in examples]
+    walks = [walk_answer(accepted_lengths(head, example, words, growth)) for example in examples]
     return Served(sum(one.drafts for one in walks), sum(one.accepted for one in walks))

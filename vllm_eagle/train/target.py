@@ -1,6 +1,6 @@
 """The target as training needs it: its features for given tokens, its embedding and its LM head.
 
-Shapes: `B` sequences, `T` tokens of the longest, `N` rows, `D` hidden, `V` vocabulary.
+Shapes: `B` sequences, `T` tokens of the longest, `N` rows, `D` hidden, `A` auxiliary layers, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ class Target:
         """Return the output projection [V, D]."""
         return self.model.get_output_embeddings().weight  # type: ignore[no-any-return]
 
-    @torch.inference_mode()
     def features(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return for each sequence its features [T, D]: what the LM head reads, after the final norm.
+        """Return for each sequence its features [T, D]: what the LM head reads, after the final norm."""
+        return [feature for feature, _ in self.states(sequences, ())]
+
+    @torch.inference_mode()
+    def states(self, sequences: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return for each sequence its features [T, D] and the inputs of `aux_layers`, side by side [T, A*D].
 
         Padded on the right: under a causal mask no real token sees the padding.
         """
@@ -56,8 +60,11 @@ class Target:
         tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
         for row, ids in zip(tokens, sequences, strict=True):
             row[: len(ids)] = torch.tensor(ids)
-        hidden = self.model.model(tokens.to(self.embedding.device), use_cache=False).last_hidden_state  # [B, T, D]
-        return [hidden[i, : len(ids)] for i, ids in enumerate(sequences)]
+        tokens = tokens.to(self.embedding.device)
+        out = self.model.model(tokens, use_cache=False, output_hidden_states=bool(aux_layers))
+        features = out.last_hidden_state  # [B, T, D]
+        aux = torch.cat([features[..., :0], *(out.hidden_states[i] for i in aux_layers)], dim=-1)  # entry i enters layer i
+        return [(features[i, : len(ids)], aux[i, : len(ids)]) for i, ids in enumerate(sequences)]
 
     @torch.inference_mode()
     def logits(self, features: Tensor) -> Tensor:
@@ -65,10 +72,26 @@ class Target:
         return F.linear(features.to(self.lm_head.dtype), self.lm_head)
 
 
-def head_config(target: Path, num_layers: int, intermediate_size: int | None = None) -> HeadConfig:
-    """Describe a head that fits `target`: its sizes, `num_layers` decoder layers, no biases."""
+def count_layers(target: Path) -> int:
+    """Return how many decoder layers the model in `target` has."""
+    return int(AutoConfig.from_pretrained(target).num_hidden_layers)
+
+
+def head_config(
+    target: Path,
+    num_layers: int,
+    intermediate_size: int | None = None,
+    draft_vocab_size: int | None = None,
+    aux_layers: Sequence[int] = (),
+) -> HeadConfig:
+    """Describe a head that fits `target`: its sizes, `num_layers` decoder layers, no biases.
+
+    With a `draft_vocab_size` it is an EAGLE-3 head that reads the inputs of the target's `aux_layers`.
+    """
     raw = AutoConfig.from_pretrained(target).to_dict()
-    wanted = {"num_hidden_layers": num_layers, "bias": False, "qkv_bias": False}
+    wanted: dict[str, Any] = {"num_hidden_layers": num_layers, "bias": False, "qkv_bias": False}
+    if draft_vocab_size is not None:
+        wanted |= {"draft_vocab_size": draft_vocab_size, "eagle_aux_hidden_state_layer_ids": aux_layers}
     if intermediate_size is not None:
         wanted["intermediate_size"] = intermediate_size
     return HeadConfig.from_hf(raw | wanted, str(target))

@@ -1,4 +1,4 @@
-"""A head while it is trained: inputs whitened, and a first guess by least squares.
+"""A head while it is trained: inputs whitened, and a sensible start.
 
 Embeddings are small (norm 2.8 for SmolLM2-135M), features large (45), and features share a strong common direction.
 AdamW's steps have the same size in every weight whatever its input, and add up along a common direction. So every
@@ -8,19 +8,21 @@ matrix that reads such an input is trained in the basis in which that input's se
 
 which is again a plain matrix: the exported head shows nothing of it.
 
-Shapes: `N` slots, `D` hidden.
+Shapes: `N` slots, `D` hidden, `S` draft vocabulary.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from vllm_eagle.heads import Attend, EagleHead, HeadConfig
+from vllm_eagle.heads import AnyHead, Attend, Eagle3Head, HeadConfig, new_head
 from vllm_eagle.train.batches import PackedBatch
+from vllm_eagle.train.words import Words
 
 _RIDGE = 1e-3  # of the mean eigenvalue
 _READS_FEATURES = ("q_proj", "k_proj", "v_proj")
@@ -46,9 +48,7 @@ class Whitened(nn.Module):
         self.inverse.copy_(vectors * values @ vectors.T)
 
     def forward(self, trained: Tensor) -> Tensor:
-        with torch.autocast(
-            trained.device.type, enabled=False
-        ):  # the basis spans more orders of magnitude than bfloat16 digits
+        with torch.autocast(trained.device.type, enabled=False):  # the basis spans more magnitudes than bfloat16 has digits
             return trained @ self.basis
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -56,34 +56,45 @@ class Whitened(nn.Module):
         return weight @ self.inverse
 
 
-class TrainableHead(nn.Module):
-    """Hold an `EagleHead` whose input matrices are trained in whitened bases."""
+class TrainableHead(nn.Module, ABC):
+    """Hold a head, itself a `Head`, some of whose input matrices are trained in whitened bases."""
+
+    whitened: tuple[str, ...]
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.head = EagleHead(config)
-        for name in ("fc", *_READS_FEATURES, *_READS_NORMED):
+        self.head = new_head(config)
+        for name in self.whitened:
             for layer in self._layers(name):
                 parametrize.register_parametrization(layer, "weight", Whitened(layer.in_features))
+
+    @abstractmethod
+    def begin(self, batches: Iterable[PackedBatch], words: Words) -> None:
+        """Choose the bases and the first weights from data; `words` are those the head will draft from."""
 
     def _layers(self, name: str) -> list[nn.Linear]:
         return [part for path, part in self.head.named_modules() if isinstance(part, nn.Linear) and path.endswith(name)]
 
+    def fuse(self, states: Tensor) -> Tensor:
+        return self.head.fuse(states)
+
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Take and return what `EagleHead.forward` does."""
         return self.head(embeddings, features, positions, attend)  # type: ignore[no-any-return]
 
+    def readout(self, features: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head.readout(features, lm_head)
+
     @torch.no_grad()
-    def exported(self) -> EagleHead:
+    def exported(self) -> AnyHead:
         """Return a plain head that gives the same outputs."""
-        plain = EagleHead(self.head.config)
-        for path, weight in plain.named_parameters():
+        plain = new_head(self.head.config)
+        for path, tensor in (*plain.named_parameters(), *plain.named_buffers()):
             owner, _, name = path.rpartition(".")
-            weight.copy_(getattr(self.head.get_submodule(owner), name))
+            tensor.copy_(getattr(self.head.get_submodule(owner), name))
         return plain.eval().requires_grad_(False)
 
     @torch.no_grad()
-    def start_from(self, plain: EagleHead) -> None:
+    def start_from(self, plain: AnyHead) -> None:
         """Continue a plain head in the bases set before."""
         for path, weight in plain.named_parameters():
             owner, _, name = path.rpartition(".")
@@ -93,14 +104,26 @@ class TrainableHead(nn.Module):
             else:
                 getattr(module, name).copy_(weight)
 
+    def _whiten(self, names: Iterable[str], moment: Tensor) -> None:
+        for layer in [layer for name in names for layer in self._layers(name)]:
+            whitened = layer.get_submodule("parametrizations.weight.0")
+            assert isinstance(whitened, Whitened)
+            whitened.set_moment(moment)
+
+
+class TrainableEagle1(TrainableHead):
+    """Train an EAGLE-1 head from the best linear guess of the next feature."""
+
+    whitened = ("fc", *_READS_FEATURES, *_READS_NORMED)
+
     @torch.no_grad()
-    def start_linear(self, batches: Iterable[PackedBatch], embedding: Tensor) -> None:
+    def begin(self, batches: Iterable[PackedBatch], words: Words) -> None:
         """Choose the bases from data, solve the fusion layer by ridge regression, and silence what follows it.
 
         The decoder layers begin as the identity (their last products are zero), so training starts from the best linear
         guess of the next feature.
         """
-        hidden = self.head.config.hidden_size
+        hidden, embedding = self.head.config.hidden_size, words.embedding.cpu()
         moment = torch.zeros(3 * hidden, 3 * hidden)
         rows = 0
         for batch in batches:
@@ -109,18 +132,35 @@ class TrainableHead(nn.Module):
             moment, rows = moment + x.T @ x, rows + len(x)
         moment /= rows
         inputs, outputs = moment[: 2 * hidden, : 2 * hidden], moment[2 * hidden :, 2 * hidden :]
-        self._set_bases(inputs, outputs)
+        self._whiten(("fc",), inputs)
+        self._whiten(_READS_FEATURES, outputs)
+        self._whiten(_READS_NORMED, outputs / outputs.diagonal().mean())  # RMSNorm brings the mean square to one
         regularised = inputs + _RIDGE * torch.diag(inputs.diagonal())
         self.head.fc.weight = torch.linalg.solve(regularised, moment[: 2 * hidden, 2 * hidden :]).T
         for name, weight in self.head.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(weight)
 
-    def _set_bases(self, inputs: Tensor, features: Tensor) -> None:
-        """Set bases from second moments of the fused inputs [2D, 2D] and of the features they become [D, D]."""
-        normed = features / features.diagonal().mean()  # RMSNorm brings the mean square to one
-        for names, moment in ((("fc",), inputs), (_READS_FEATURES, features), (_READS_NORMED, normed)):
-            for layer in [layer for name in names for layer in self._layers(name)]:
-                whitened = layer.get_submodule("parametrizations.weight.0")
-                assert isinstance(whitened, Whitened)
-                whitened.set_moment(moment)
+
+class TrainableEagle3(TrainableHead):
+    """Train an EAGLE-3 head from the target's own LM head; its norms make most other bases white enough."""
+
+    whitened = ("fc",)
+
+    @torch.no_grad()
+    def begin(self, batches: Iterable[PackedBatch], words: Words) -> None:
+        """Choose the fusion layer's basis from data, draw it at unit scale, and take over the target's rows [S, D]."""
+        head = self.head
+        assert isinstance(head, Eagle3Head)
+        moment, slots = torch.zeros(head.fc.in_features, head.fc.in_features), 0
+        for batch in batches:
+            moment, slots = moment + batch.features.T @ batch.features, slots + len(batch.features)
+        self._whiten(("fc",), moment / slots)
+        nn.init.normal_(head.get_parameter("fc.parametrizations.weight.original"), std=head.fc.in_features**-0.5)
+        head.set_vocabulary(words.vocabulary.cpu())
+        head.lm_head.weight.copy_(words.lm_head)
+
+
+def trainable(config: HeadConfig) -> TrainableHead:
+    """Make the trainable head of the kind that `config` describes."""
+    return TrainableEagle3(config) if config.is_eagle3 else TrainableEagle1(config)

@@ -30,6 +30,12 @@ class Words:
     places: Tensor
     log_weights: Tensor
 
+    @property
+    def vocabulary(self) -> Tensor:
+        """Return the token of each row [S]."""
+        tokens = (self.places >= 0).nonzero().squeeze(1)
+        return tokens[self.places[tokens].argsort()]
+
 
 @dataclass(frozen=True)
 class Ends:
@@ -54,10 +60,10 @@ class Ends:
         weights = torch.zeros(len(vocabulary), device=self.lm_head.device)
         return Words(self.embedding, self.lm_head[vocabulary], places(vocabulary, len(self.lm_head)), weights)
 
-    def check(self, examples: Sequence[Example]) -> None:
-        """Raise `EagleError` when the features or tokens of examples are not those of this target."""
+    def check(self, examples: Sequence[Example], aux_layers: Sequence[int] = ()) -> None:
+        """Raise `EagleError` when the features, or states of `aux_layers`, or tokens are not those of this target."""
         vocab, hidden = self.embedding.shape
-        width = examples[0].features.shape[1]
+        width = examples[0].features.shape[1] // max(1, len(aux_layers))
         if width != hidden:
             raise EagleError(f"the features are {width} wide, the target's embedding {hidden}; capture them with this target")
         largest = max(int(example.tokens.max()) for example in examples)

@@ -52,6 +52,11 @@ class DraftTree:
         tree.validate()
         return tree
 
+    @classmethod
+    def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
+        """Return the tree in which every token is the only child of the one before it."""
+        return cls.build([root, *tokens], range(-1, len(tokens)))
+
     @property
     def size(self) -> int:
         """Count the drafted nodes, the root not counted."""
@@ -68,6 +73,18 @@ class DraftTree:
             return self
         end = nodes + 1
         return DraftTree(self.tokens[:end], self.parents[:end], self.depths[:end], self.words[:end])
+
+    def subset(self, rows: Sequence[int]) -> DraftTree:
+        """Return the tree of some rows, ascending and with all their ancestors; raises `TreeError` if one is missing."""
+        place = {row: i for i, row in enumerate(rows)} | {-1: -1}
+        return DraftTree.build([int(self.tokens[row]) for row in rows], [place.get(int(self.parents[row]), -2) for row in rows])
+
+    def children(self) -> list[list[int]]:
+        """Return each row's children [N], in row order."""
+        found: list[list[int]] = [[] for _ in self.tokens]
+        for row in range(1, len(self.tokens)):
+            found[self.parents[row]].append(row)
+        return found
 
     def validate(self) -> None:
         """Check every invariant; raises `TreeError` naming the first row that breaks one."""

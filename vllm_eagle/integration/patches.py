@@ -1,4 +1,4 @@
-"""The two changes we make to vLLM at run time: flags on its command line, and an early check.
+"""The changes we make to vLLM at run time: flags on its command line, an early check, and two refusals lifted.
 
 Each is a class named for what it does, bound to its target, harmless when applied twice, and listed in `ledger.py`.
 """
@@ -6,12 +6,14 @@ Each is a class named for what it does, bound to its target, harmless when appli
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import sys
 from types import TracebackType
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
 
 from vllm_eagle.config import KEY
 from vllm_eagle.errors import EagleError
@@ -152,3 +154,41 @@ class EarlyCheck(Patch):
             return config
 
         EngineArgs.create_engine_config = create_engine_config
+
+
+class TreesTakeAnyParameter(Patch):
+    """Lift vLLM's refusal of `min_p` and `logit_bias` under speculation, for trees alone: the walk applies them."""
+
+    @classmethod
+    def _wrap(cls) -> None:
+        validate = SamplingParams._validate_spec_decode
+
+        @functools.wraps(validate)
+        def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
+            from vllm_eagle.integration.checks import is_ours
+
+            if not is_ours(speculative_config):
+                validate(self, speculative_config)
+
+        SamplingParams._validate_spec_decode = _validate_spec_decode  # type: ignore[method-assign]
+
+
+class TreesTakeAnyProcessor(Patch):
+    """Build every logits processor for trees, custom ones included: under speculation vLLM builds one and refuses the rest."""
+
+    @classmethod
+    def _wrap(cls) -> None:
+        from vllm.v1.worker import gpu_model_runner
+
+        build = gpu_model_runner.build_logitsprocs
+
+        @functools.wraps(build)
+        def build_logitsprocs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            from vllm_eagle.integration.checks import is_ours
+
+            if is_ours(vllm_config.speculative_config):
+                vllm_config = copy.copy(vllm_config)
+                vllm_config.speculative_config = None
+            return build(vllm_config, *args, **kwargs)
+
+        gpu_model_runner.build_logitsprocs = build_logitsprocs

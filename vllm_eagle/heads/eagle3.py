@@ -1,0 +1,97 @@
+"""The EAGLE-3 head: one decoder layer over states of three of the target's layers, with an LM head of its own.
+
+    position        0    1    2   ...   i
+    states          s0   s1   s2  ...   si      inputs of a low, a middle and a high layer of the target, side by side
+    fused           g0   g1   g2  ...   gi      fc(s); from the second draft step on, the layer's own last output
+    token one ahead t1   t2   t3  ...   ti+1    known already
+    output          a0   a1   a2  ...   ai      before `norm`: the next step's g; after it, what the LM head reads
+
+Shapes: `...` leading dimensions (tokens, or batch and tokens), `D` hidden, `V` vocabulary, `S` draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllm_eagle.errors import HeadError
+from vllm_eagle.heads.config import AUX_STATES, HeadConfig
+from vllm_eagle.heads.layers import MLP, Attend, Attention, RMSNorm
+from vllm_eagle.heads.rope import Rotary
+
+
+class FusedLayer(nn.Module):
+    """Apply a Llama layer whose attention reads embedding and feature side by side, each normed by itself."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.self_attn = Attention(config, 2 * hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = MLP(config)
+
+    def forward(self, embeddings: Tensor, features: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return [..., D]; the residual is the feature as it came, not normed."""
+        both = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(features)), dim=-1)
+        x = features + self.self_attn(both, 0, angles, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Eagle3Head(nn.Module):
+    """Predict the target's next token from three of its layers and the token one step ahead (EAGLE-3, section 3).
+
+    The embedding is the target's and stays with its owner. `d2t` [S] is an offset: row i of the LM head is token
+    i + d2t[i] of the target; `t2d` [V] tells which tokens have a row.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        assert config.draft_vocab_size is not None, "not the configuration of an EAGLE-3 head"
+        self.config = config
+        self.fc = nn.Linear(AUX_STATES * config.hidden_size, config.hidden_size, bias=config.fusion_bias)
+        self.midlayer = FusedLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """Return the target's token of each row of the LM head [S]."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, tokens: Tensor) -> None:
+        """Let row i of the LM head stand for `tokens[i]` of the target; [S], all different."""
+        self.d2t.copy_(tokens - torch.arange(len(self.d2t), device=tokens.device))
+        self.t2d.zero_()
+        self.t2d[tokens] = True
+        self.check_vocabulary()
+
+    def check_vocabulary(self) -> None:
+        """Raise `HeadError` unless `d2t` and `t2d` name the same tokens of the target, each once."""
+        if not torch.equal(self.vocabulary.sort().values, self.t2d.nonzero().squeeze(1)):
+            raise HeadError("d2t and t2d do not name the same tokens; d2t must hold offsets (token = row + d2t[row])")
+
+    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return the features of the next step [..., D].
+
+        `embeddings` [..., D] of the tokens one step ahead, `features` [..., D], `positions` [...] of the features.
+        """
+        return self.midlayer(embeddings, features, self.rotary.angles(positions), attend)  # type: ignore[no-any-return]
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features [..., D] of true positions from the target's states [..., 3D], low layer first."""
+        return self.fc(states)  # type: ignore[no-any-return]
+
+    def readout(self, features: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two factors of the draft's logits: normed features and the head's own rows [S, D].
+
+        `lm_head`, the target's, is not used: it is there for heads that borrow it.
+        """
+        return self.norm(features), self.lm_head.weight

@@ -1,0 +1,86 @@
+"""vLLM's scheduler with grammars that follow trees; everything else is its own.
+
+runner     TreeDrafts: nodes and their parents
+here       nodes the grammar refuses are pruned, so that none is verified in vain
+runner     SchedulerOutput.kept_rows: which rows of the proposed tree are left
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
+
+from vllm_eagle.integration.grammar import allowed_rows, masks
+from vllm_eagle.tree import DraftTree
+
+PLACEHOLDER = -1
+"""Draft token with which vLLM pads a request that joins running ones with a single new token; never accepted."""
+
+
+@dataclass
+class TreeDrafts(DraftTokenIds):
+    """Carry the drafts with their structure."""
+
+    parents: list[list[int]]
+    """[requests][nodes] row of each node's parent; the root is row 0, the first node row 1."""
+
+
+@dataclass(frozen=True)
+class _Pruned:
+    rows: list[int]  # of the proposed tree
+    tree: DraftTree
+
+
+class TreeScheduler(Scheduler):
+    """Prune and mask the trees of requests with structured output; name it with `--scheduler-cls`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pruned: dict[str, _Pruned] = {}  # requests with structured output and a tree not verified yet
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take the drafts of a step; vLLM would cut a constrained request's at the first sibling."""
+        super().update_draft_token_ids(draft_token_ids)
+        assert isinstance(draft_token_ids, TreeDrafts)
+        for drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_token_ids.parents, strict=True):
+            self._prune(*drafts)
+        self._pruned = {request: pruned for request, pruned in self._pruned.items() if request in self.requests}
+
+    def _prune(self, req_id: str, nodes: list[int], parents: list[int]) -> None:
+        request = self.requests.get(req_id)
+        if request is None or request.is_finished() or request.is_prefill_chunk or not request.use_structured_output:
+            return
+        tree = DraftTree.build([0, *nodes], [-1, *parents])
+        rows = allowed_rows(self.structured_output_manager, request, tree)
+        self._pruned[req_id] = pruned = _Pruned(rows, tree.subset(rows))
+        request.spec_token_ids = pruned.tree.nodes
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Add `kept_rows`, the rows left of each pruned tree that is verified in this step."""
+        output = super().schedule(throttle_prefills)
+        drafted = output.scheduled_spec_decode_tokens
+        output.kept_rows = {request: pruned.rows for request, pruned in self._pruned.items() if request in drafted}  # type: ignore[attr-defined]
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Return the masks of every row of the constrained requests in this step."""
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        found = [self.requests[r] for r in scheduler_output.num_scheduled_tokens if r in self.requests]
+        constrained = [request for request in found if request.use_structured_output and not request.is_prefill_chunk]
+        if not constrained:
+            return None
+        trees = {request.request_id: self._scheduled(request, scheduler_output) for request in constrained}
+        mask = masks(self.structured_output_manager, constrained, trees)
+        return GrammarOutput(list(trees), mask, [tree.size for tree in trees.values()])
+
+    def _scheduled(self, request: Request, output: SchedulerOutput) -> DraftTree:
+        drafts = output.scheduled_spec_decode_tokens.get(request.request_id, [])
+        if not drafts or drafts[0] == PLACEHOLDER:
+            return DraftTree.chain(0, drafts)
+        return self._pruned[request.request_id].tree.prefix(len(drafts))
