@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_eagle.errors import HeadError
-from vllm_eagle.heads import HeadConfig, load_head, save_head
+from vllm_eagle.heads import EagleHead, HeadConfig, load_head, save_head
 from vllm_eagle.testing import tiny_head
 
 
@@ -92,3 +92,36 @@ def test_a_norm_where_eagle1_has_none(folder: Path) -> None:
     save_file(weights | {"norm.weight": torch.ones(64)}, folder / "model.safetensors")
     with pytest.raises(HeadError, match=r"norm\.weight is not part of an EAGLE-1 head"):
         load_head(folder)
+
+
+def test_angles_keep_their_digits_in_bfloat16(head: str) -> None:
+    """Catches frequencies rounded with the weights: at position 2,000 such an angle is off by a radian or more."""
+    exact, rounded = load_head(head), load_head(head, torch.bfloat16)
+    assert rounded.fc.weight.dtype == torch.bfloat16
+    positions = torch.arange(2048)
+    torch.testing.assert_close(rounded.rotary.angles(positions), exact.rotary.angles(positions), rtol=0, atol=0)
+
+
+def test_scaled_rotary_settings_load(tmp_path: Path) -> None:
+    """Catches frequencies asked of a device without numbers while a folder's shapes are checked."""
+    folder = Path(tiny_head(tmp_path))
+    raw = json.loads((folder / "config.json").read_text())
+    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(raw | {"rope_parameters": scaled}))
+    plain = HeadConfig.from_hf(raw)
+    cos, _ = load_head(folder).rotary.angles(torch.tensor([8]))
+    torch.testing.assert_close(cos, EagleHead(plain).rotary.angles(torch.tensor([2]))[0])
+
+
+def test_a_full_disk_keeps_the_head_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a good head replaced by half a new one."""
+    folder = Path(tiny_head(tmp_path))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_eagle.heads.checkpoint.save_file", full)
+    with pytest.raises(HeadError, match="No space left on device"):
+        save_head(load_head(folder), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

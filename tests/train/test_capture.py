@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from dataclasses import replace
@@ -47,6 +48,26 @@ def test_a_damaged_shard_is_captured_again(toy_target: Target, toy_answers: Path
     os.truncate(first, first.stat().st_size // 2)
     assert capture(config, toy_target).tokens == 60 * 24
     assert len(read_examples(tmp_path)) == 96
+
+
+def test_a_full_disk_keeps_what_is_captured(
+    toy_target: Target, toy_answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches half a shard that passes for a whole one, a traceback, or shards lost with the last."""
+    config = CaptureConfig((toy_answers,), tmp_path, rows_per_shard=60)
+    rename = os.replace
+
+    def full(half: Path, path: Path) -> None:
+        if path.name.startswith("features-00001"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(half, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(EagleError, match=r"No space left on device.*free some space and run again"):
+            capture(config, toy_target)
+    assert [path.name for path in tmp_path.iterdir()] == ["features-00000.safetensors"]
+    assert capture(config, toy_target).tokens == 36 * 24  # only what is missing
 
 
 def test_unusable_answers_are_counted(toy_target: Target, tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from vllm_eagle.train.words import Ends, Words
 
 COMMON = ["warmup=10", "batch_rounds=256", "save_every=20", "held_out_percent=10"]
 SETTINGS = {
-    "eagle1": [*COMMON, "steps=240", "judge_every=120", "depths=3", "token_weight=1.0", "learning_rate=0.003"],
+    "eagle1": [*COMMON, "steps=120", "judge_every=60", "depths=3", "token_weight=1.0", "learning_rate=0.003"],
     "eagle3": [*COMMON, "steps=60", "judge_every=60", "recipe=eagle3", "depths=2", "learning_rate=0.01"],
 }
 
@@ -36,17 +37,32 @@ def _command(toy_folder: Path, features: Path, out: Path, *settings: str, recipe
     return ["fit", *paths, "--set", *SETTINGS[recipe], *settings]
 
 
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
+FRESH = multiprocessing.get_context("forkserver")
+FRESH.set_forkserver_preload([__name__, "vllm_eagle.train.recipe"])  # imported once for all fits
+
+
+def _fit(command: list[str]) -> None:
+    torch.set_num_threads(1)
+    sys.exit(main(command))
+
+
+def _start(command: list[str]) -> BaseProcess:
     """Fit in a process of its own: an engine in this one fixes the number of threads, and sums depend on it."""
-    code = "import sys, torch; torch.set_num_threads(1); from vllm_eagle.train.cli import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.DEVNULL)
+    process = FRESH.Process(target=_fit, args=(command,))
+    process.start()
+    return process
+
+
+def _exitcode(process: BaseProcess) -> int | None:
+    process.join()
+    return process.exitcode
 
 
 @pytest.fixture(scope="module")
 def fitted(toy_folder: Path, toy_features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fit a head without interruption."""
     out = tmp_path_factory.mktemp("fit")
-    assert _start(_command(toy_folder, toy_features, out)).wait() == 0
+    assert _exitcode(_start(_command(toy_folder, toy_features, out))) == 0
     return out
 
 
@@ -54,7 +70,7 @@ def fitted(toy_folder: Path, toy_features: Path, tmp_path_factory: pytest.TempPa
 def fitted3(toy_folder: Path, toy_features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fit an EAGLE-3 head without interruption."""
     out = tmp_path_factory.mktemp("fit3")
-    assert _start(_command(toy_folder, toy_features, out, recipe="eagle3")).wait() == 0
+    assert _exitcode(_start(_command(toy_folder, toy_features, out, recipe="eagle3"))) == 0
     return out
 
 
@@ -102,12 +118,12 @@ def test_a_killed_fit_resumes_to_the_same_weights(
     steps = torch.load(fitted / "state.pt")["step"]
     command = _command(toy_folder, toy_features, tmp_path, recipe=recipe)
     process = _start(command)
-    while not (tmp_path / "state.pt").exists() and process.poll() is None:
+    while not (tmp_path / "state.pt").exists() and process.is_alive():
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it was to be killed half way"
+    process.kill()
+    assert _exitcode(process) == -signal.SIGKILL, "it was to be killed half way"
     assert torch.load(tmp_path / "state.pt")["step"] < steps
-    assert _start(command).wait() == 0
+    assert _exitcode(_start(command)) == 0
     assert torch.load(tmp_path / "state.pt")["step"] == steps
     straight, resumed = (torch.load(folder / "state.pt")["head"] for folder in (fitted, tmp_path))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)

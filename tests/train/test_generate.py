@@ -111,6 +111,30 @@ def test_a_target_without_chat_template_is_named(tmp_path: Path) -> None:
         generate(GenerateConfig(tmp_path, self_prompted=1), tokenizer, decode, Echo())
 
 
+def test_a_template_that_opens_no_turn_is_named(tmp_path: Path) -> None:
+    """Catches an empty prompt that reaches the engine when the target is to write a question."""
+
+    class Bare(LetterTokenizer):
+        def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> str:
+            return conversation[0]["content"]
+
+    with pytest.raises(EagleError, match="nothing before a user's turn"):
+        generate(GenerateConfig(tmp_path, self_prompted=1), Bare(), decode, Echo())
+
+
+def test_equal_questions_are_counted(tmp_path: Path) -> None:
+    """Catches a target that asks the same again and again, and a summary that does not say so."""
+    summary = generate(GenerateConfig(tmp_path, self_prompted=9), LetterTokenizer(), decode, Echo())
+    assert "2 repeated" in summary
+
+
+def test_prompts_that_are_all_too_long_end_the_run(tmp_path: Path) -> None:
+    """Catches a run that answered nothing and passes for success until the next step finds no data."""
+    prompts = _prompts(tmp_path / "p.jsonl", [{"prompt": "x" * 600}])
+    with pytest.raises(EagleError, match=r"none of the prompts was answered .*1 longer than the limit"):
+        generate(GenerateConfig(tmp_path / "o", prompts), LetterTokenizer(), decode, Echo())
+
+
 def test_no_usable_prompt_ends_the_run(tmp_path: Path) -> None:
     """Catches an empty data set that looks like success."""
     with pytest.raises(EagleError, match="no usable prompt"):

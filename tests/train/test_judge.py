@@ -14,7 +14,7 @@ from vllm_eagle.train.features import Example
 from vllm_eagle.train.judge import judge
 from vllm_eagle.train.settings import read_settings
 from vllm_eagle.train.target import head_config
-from vllm_eagle.train.tree import TreeShape
+from vllm_eagle.tree import DynamicGrowth
 
 
 def test_the_command_prints_what_the_function_finds(
@@ -22,13 +22,13 @@ def test_the_command_prints_what_the_function_finds(
 ) -> None:
     """Catches tree options that are ignored, and figures that never reach the user."""
     save_head(random_head(head_config(toy_folder, 1)), tmp_path)
-    tree = ["--nodes", "9", "--width", "3", "--levels", "4"]
+    tree = ["--tree-size", "9", "--tree-top-k", "3", "--tree-depth", "4"]
     words = ["evaluate", "--model", str(toy_folder), "--head", str(tmp_path), "--features", str(toy_features), *tree]
     assert main([*words, "--limit", "5"]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    found = judge(toy_folder, tmp_path, toy_features, TreeShape(9, 3, 4), 5)
+    found = judge(toy_folder, tmp_path, toy_features, DynamicGrowth(size=9, depth=4, top_k=3), 5)
     assert line["answers"] == 5
-    assert line["tree_length"] == pytest.approx(found.tree_length, abs=1e-3)
+    assert line["tree_length"] == pytest.approx(found.served.mean_length, abs=1e-3)
     assert line["alpha"] == pytest.approx(list(found.chain.rates), abs=1e-4)
 
 
@@ -37,11 +37,18 @@ def test_the_card_says_where_the_head_comes_from(
 ) -> None:
     """Catches a card without data, recipe, figures or licence."""
     save_head(random_head(head_config(toy_folder, 1)), tmp_path)
-    judged = judge(toy_folder, tmp_path, toy_features, TreeShape(9, 3, 4), 2)
+    judged = judge(toy_folder, tmp_path, toy_features, DynamicGrowth(size=9, depth=4, top_k=3), 2)
     settings = read_settings(None, ["steps=300", "depths=3"])
     write_card(tmp_path, Provenance("toy", toy_examples, settings, "an earlier head"), [judged])
     text = (tmp_path / "README.md").read_text()
-    for part in ("license: apache-2.0", "2304 answer tokens", "depths = 3", "9-node dynamic tree", "an earlier head", "torch "):
+    for part in (
+        "license: apache-2.0",
+        "2304 answer tokens",
+        "depths = 3",
+        "served tree of 9 nodes",
+        "an earlier head",
+        "torch ",
+    ):
         assert part in text
 
 

@@ -37,11 +37,13 @@ def test_the_files_in_configs_are_accepted(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["steps=300", "depht=3"], "unknown setting depht; known: always"),
+        (["steps=300", "depht=3"], "unknown setting depht; known: accumulate, always"),
         ([], "steps is missing"),
         (["steps"], "not NAME=VALUE"),
         (["steps=10"], "lower warmup"),
         (["steps=300", "depths=0"], "1 or more"),
+        (["steps=300", "accumulate=0"], "1 or more"),
+        (["steps=300", "precision=fp8"], "'fp8': want float32 or bfloat16"),
         (["steps=300", "recipe=eagle2"], "unknown recipe eagle2; known: eagle1, eagle3"),
         (["steps=300", "recipe=eagle3", "noise=0.1", "always=5"], "always, noise has no effect in recipe eagle3"),
     ],

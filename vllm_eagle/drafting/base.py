@@ -30,7 +30,7 @@ class Known:
     """Say what this step made certain, request after request."""
 
     request_ids: Sequence[str]  # [R]
-    features: Tensor  # [T, D] target features of the newly computed positions
+    features: Tensor  # [T, D] what the head reads of the target at the newly computed positions; for EAGLE-3 [T, 3D]
     next_tokens: Tensor  # [T] int64, the token one ahead of each
     positions: Tensor  # [T] int64, of the features
     lengths: Tensor  # [R] int32, how many of the T belong to each request, at least 1

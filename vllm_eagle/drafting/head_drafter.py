@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_eagle.drafting.base import HeadCache, Known
 from vllm_eagle.drafting.candidates import DraftVocabulary
 from vllm_eagle.drafting.noise import Draws
-from vllm_eagle.heads import EagleHead
+from vllm_eagle.heads import AnyHead
 from vllm_eagle.tree import CandidatePool, DraftTree, Growth
 
 
@@ -23,17 +23,18 @@ class HeadDrafter:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: AnyHead,
         embed: Callable[[Tensor], Tensor],
         candidates: DraftVocabulary,
         growth: Growth,
     ) -> None:
-        """`embed` maps tokens [n] to [n, D]."""
+        """`embed` maps tokens [n] to [n, D]; `candidates` read tokens out of the head's features."""
         self.head, self.embed, self.candidates, self.growth = head, embed, candidates, growth
 
     def draft(self, known: Known, cache: HeadCache) -> list[DraftTree]:
         """Return one tree per request, each cut to its room."""
-        predicted = self.head(self.embed(known.next_tokens), known.features, known.positions, cache.attend_known)  # [T, D]
+        fused = self.head.fuse(known.features)  # [T, D]
+        predicted = self.head(self.embed(known.next_tokens), fused, known.positions, cache.attend_known)  # [T, D]
         drafting = torch.tensor([r for r, room in enumerate(known.rooms) if room > 0])  # the rest: K/V written, no tree
         trees = [DraftTree.build([root], [-1]) for root in known.roots.tolist()]
         if len(drafting):
@@ -68,7 +69,7 @@ class _Level:
     """Run the frontier through the head, its K/V in scratch: nothing of a guess enters the paged cache."""
 
     def __init__(
-        self, head: EagleHead, growth: Growth, cache: HeadCache, drafting: Tensor, last: Tensor, dtype: torch.dtype
+        self, head: AnyHead, growth: Growth, cache: HeadCache, drafting: Tensor, last: Tensor, dtype: torch.dtype
     ) -> None:
         """`last` [R]: the last certain position; a node of level d is paired with the feature of position last + d."""
         config, requests = head.config, len(last)

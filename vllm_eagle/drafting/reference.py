@@ -8,23 +8,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vllm_eagle.heads import EagleHead
+from vllm_eagle.heads import Head
 
 
 def next_feature(
-    head: EagleHead, embed: Callable[[Tensor], Tensor], features: Tensor, tokens: Tensor, path: list[int], own: Tensor
+    head: Head, embed: Callable[[Tensor], Tensor], features: Tensor, tokens: Tensor, path: list[int], own: Tensor
 ) -> Tensor:
     """Return the feature the head predicts at the end of a root-to-node path, [D].
 
-    `features` [L, D] are the target's of positions 0..L-1, `tokens` [L+1] the certain tokens, root last, `own` [len(path), D]
-    what this function returned for the root and every node of the path but the last (EAGLE-1, figure 6):
+    `features` [L, D] ([L, 3D] for EAGLE-3) are the target's of positions 0..L-1, `tokens` [L+1] the certain tokens, root last,
+    `own` [len(path), D] what this function returned for the root and every node of the path but the last (EAGLE-1, figure 6):
 
         feature   f_0  f_1  ...  f_L-1 | f^_L     f^_L+1        the last ones are the head's own
         token     t_1  t_2  ...  t_L   | path[0]  path[1]       t_L is the root
         output                   f^_L  | f^_L+1   f^_L+2        the last one is returned
     """
     ahead = torch.cat((tokens[1:], torch.tensor(path, dtype=torch.long)))
-    return head(embed(ahead), torch.cat((features, own)), torch.arange(len(ahead)), _causal)[-1]  # type: ignore[no-any-return]
+    return head(embed(ahead), torch.cat((head.fuse(features), own)), torch.arange(len(ahead)), _causal)[-1]
 
 
 def _causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

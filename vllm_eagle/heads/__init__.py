@@ -1,7 +1,7 @@
 """EAGLE heads: the small layer that extrapolates the target's features."""
 
 from vllm_eagle.heads.base import Head
-from vllm_eagle.heads.checkpoint import AnyHead, load_head, new_head, save_head
+from vllm_eagle.heads.checkpoint import AnyHead, load_head, new_head, save_head, save_speculators
 from vllm_eagle.heads.config import AUX_STATES, HeadConfig, default_aux_layers
 from vllm_eagle.heads.eagle1 import EagleHead
 from vllm_eagle.heads.eagle3 import Eagle3Head
@@ -19,4 +19,5 @@ __all__ = [
     "load_head",
     "new_head",
     "save_head",
+    "save_speculators",
 ]

@@ -5,7 +5,7 @@ Shapes: `...` any leading dimensions, `H` heads, `K` head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,14 +32,26 @@ class Rotary(nn.Module):
             inv_freq, self.scale = 1.0 / float(rope["rope_theta"]) ** steps, 1.0
         elif kind in ROPE_INIT_FUNCTIONS:
             config = LlamaConfig(
-                head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=dict(rope), hidden_size=head_dim
+                head_dim=head_dim,
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                max_position_embeddings=max_positions,
+                rope_parameters=dict(rope),
             )
-            inv_freq, self.scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            with torch.device("cpu"):  # real numbers even where a head is built for its shapes alone
+                inv_freq, self.scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         else:
             raise HeadError(
                 f"rope_type={kind!r} of the head is unknown; known: default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
             )
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """Follow the module to another device, never to another dtype: bfloat16 has no digits for a position times this."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.inv_freq = exact.to(self.inv_freq.device)
+        return self
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [..., 1, K/2] in float32 for integer positions [...]."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_eagle.drafting import Draws, HeadCache, HeadDrafter, Known
 from vllm_eagle.drafting.reference import next_feature
-from vllm_eagle.heads import EagleHead
+from vllm_eagle.heads import Head
 from vllm_eagle.tree import CandidatePool, DraftTree
 
 
@@ -20,7 +20,7 @@ class CheckedDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, inner: HeadDrafter, plain: EagleHead, embed: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
+        self, inner: HeadDrafter, plain: Head, embed: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
     ) -> None:
         """`plain` holds the same weights as the drafter's head; `logits` maps features [n, D] to [n, V]."""
         super().__init__(inner.head, inner.embed, inner.candidates, inner.growth)
@@ -47,7 +47,7 @@ class CheckedDrafter(HeadDrafter):
             for slot, candidate in enumerate(pool.frontier[row].tolist()):
                 path = pool.path(row, candidate)
                 above = [own[tuple(path[:depth])] for depth in range(len(path))]
-                guessed = torch.stack(above) if above else target[:0]
+                guessed = torch.stack(above) if above else features[row, :0]
                 own[tuple(path)] = want = next_feature(self.plain, self.plain_embed, target, tokens, path, guessed)
                 gap = (self.logits(want[None]) - self.logits(features[row, slot][None])).abs().max().item()
                 self.worst[len(path)] = max(self.worst.get(len(path), 0.0), gap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_eagle.heads import Eagle3Head, EagleHead, HeadConfig, new_head, save_head
@@ -59,7 +59,8 @@ def tiny_target(
 def _words(vocab: int) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w0")  # type: ignore[no-untyped-call]
+    bos, eos = (AddedToken(word, single_word=True, special=True) for word in ("w0", "w1"))  # else w1 is found in w17
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token=bos, eos_token=eos, unk_token=bos)  # type: ignore[no-untyped-call]
 
 
 def _letters() -> PreTrainedTokenizerFast:

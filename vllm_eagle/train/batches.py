@@ -15,6 +15,7 @@ Shapes: `N` slots of all sequences, `R` rounds of all sequences, `K` candidates,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,6 +70,14 @@ def pack(examples: Sequence[Example]) -> PackedBatch:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Hold one process's numbered batches of a step, and the rounds of the whole step over all processes."""
+
+    batches: Sequence[tuple[int, PackedBatch]]
+    rounds: int
+
+
+@dataclass(frozen=True)
 class Sampler:
     """Give the batches of every epoch; the order follows from `seed` and the epoch alone, so it needs no state."""
 
@@ -91,11 +100,30 @@ class Sampler:
 
     def from_step(self, step: int) -> Iterator[PackedBatch]:
         """Yield batches without end, as if `step` of them had been yielded before."""
+        return map(self._pack, self._from(step))
+
+    def shares(self, step: int, accumulate: int, process: int, processes: int) -> Iterator[Share]:
+        """Yield the parts of `process` in steps of `accumulate` batches for each process, from `step` on.
+
+        Batches are dealt out in turn, so the union over processes is what one process with all of them would see.
+        """
+        size = accumulate * processes
+        order = self._from(step * size)
+        while True:
+            group = list(itertools.islice(order, size))
+            rounds = sum(self.examples[i].answer_length - 1 for batch in group for i in batch)
+            mine = [(step * size + at, self._pack(group[at])) for at in range(process, size, processes)]
+            yield Share(mine, rounds)
+            step += 1
+
+    def _pack(self, batch: Sequence[int]) -> PackedBatch:
+        return pack([self.examples[i] for i in batch])
+
+    def _from(self, step: int) -> Iterator[list[int]]:
         number = 0
         while True:
             batches = self.epoch(number)
-            for batch in batches[step:]:
-                yield pack([self.examples[i] for i in batch])
+            yield from batches[step:]
             step, number = max(0, step - len(batches)), number + 1
 
 

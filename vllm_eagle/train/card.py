@@ -9,8 +9,9 @@ from pathlib import Path
 
 from vllm_eagle.train.evaluate import Acceptance
 from vllm_eagle.train.features import Example
+from vllm_eagle.train.served import Served
 from vllm_eagle.train.settings import Settings
-from vllm_eagle.train.tree import TreeShape
+from vllm_eagle.tree import Growth
 
 _PACKAGES = ("torch", "transformers", "safetensors")
 
@@ -29,18 +30,18 @@ class Judgement:
     name: str
     answers: int
     chain: Acceptance
-    shape: TreeShape
-    tree_length: float
+    growth: Growth
+    served: Served
 
     def lines(self) -> str:
         """Return a table of the acceptance by depth and the accepted lengths."""
         head = " | ".join(f"{n}-α" for n in range(len(self.chain.rates)))
         rates = " | ".join(f"{rate:.3f}" for rate in self.chain.rates)
-        tree = f"{self.shape.nodes}-node dynamic tree (width {self.shape.width}, {self.shape.levels} levels)"
+        tree = f"served tree of {self.growth.size} nodes ({self.growth.depth} levels, top {self.growth.top_k})"
         return (
             f"| {self.name} | {head} | chain of {len(self.chain.rates)} | {tree} |\n"
             f"|{'---|' * (len(self.chain.rates) + 3)}\n"
-            f"| {self.answers} answers | {rates} | {self.chain.mean_length:.2f} | {self.tree_length:.2f} |\n"
+            f"| {self.answers} answers | {rates} | {self.chain.mean_length:.2f} | {self.served.mean_length:.2f} |\n"
         )
 
 
@@ -77,8 +78,8 @@ base_model: {target}
 
 ## Acceptance, from the head alone
 {tables}
-n-α is the share of drafts right at depth n of those right before it, on answers written greedily and not trained on;
-lengths count the target's own token.
+n-α is the share of drafts right at depth n of those right before it, on answers written greedily and not trained on, from
+every position. The last column is the mean accepted length of serving those answers. Lengths count the target's own token.
 
 ## Data
 {len(examples)} sequences, {tokens} answer tokens, written by the target itself at temperatures 0 and 0.8. No prompt of

@@ -1,12 +1,19 @@
-"""Commands that train a head: generate, capture, fit, evaluate, and train for all of them."""
+"""Commands that train a head: generate, capture, fit, evaluate, export, and train for the way from prompts to a head."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vllm_eagle.errors import EagleError
+
+if TYPE_CHECKING:
+    from vllm_eagle.train.answers import Answer, Question
 
 _GENERATE = """\
 Let the target answer prompts with vLLM. A head learns to guess what THIS model says next, so it must be trained
@@ -40,11 +47,22 @@ The setting recipe=eagle3 trains an EAGLE-3 head, on features captured with --au
 
 
 _EVALUATE = """\
-Judge a head by itself, without serving it: acceptance by depth of a chain (0-α, 1-α, …) and the mean accepted length
-of a dynamic tree. Use answers the head was not trained on, written greedily; capture their features first.
+Judge a head by itself, without serving it: acceptance by depth of a chain (0-α, 1-α, …) from every position, and the
+mean accepted length that serving these answers with a tree would show. Use answers the head was not trained on,
+written greedily; capture their features first.
 
   example: vllm-eagle evaluate --model MODEL --head heads/mine/head --features data/judge
 """
+
+
+_EXPORT = """\
+Write a head again in another layout: original (what fit writes, and most released heads are) or speculators (EAGLE-1 as
+that library kept it). The numbers stay bit for bit; the draft vocabulary and the model card are copied beside them.
+
+  example: vllm-eagle export heads/mine/head --layout speculators --model MODEL --out heads/mine-speculators
+"""
+
+
 _TRAIN = """\
 Make a head for a model, from its prompts to an exported head: generate, capture, fit, and a model card. Each step
 resumes, so the same command continues after a kill and picks up where it stopped.
@@ -59,6 +77,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_capture(subparsers)
     _add_fit(subparsers)
     _add_evaluate(subparsers)
+    _add_export(subparsers)
     _add_train(subparsers)
 
 
@@ -92,7 +111,6 @@ def _add_generation_options(cmd: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
-    from vllm_eagle.integration.generate import start_target, stream_answers
     from vllm_eagle.train.generate import GenerateConfig, generate
 
     config = GenerateConfig(
@@ -104,10 +122,21 @@ def _generate(args: argparse.Namespace) -> None:
         max_prompt_tokens=args.max_prompt_tokens,
         max_tokens=args.max_tokens,
     )
+
+    @cache
+    def target() -> Any:
+        from vllm_eagle.integration.generate import start_target
+
+        return start_target(args.model, args.max_prompt_tokens + args.max_tokens, args.batch, args.dtype, args.seed)
+
+    def engine(asked: Iterable[Question]) -> Iterator[Answer]:
+        from vllm_eagle.integration.generate import stream_answers
+
+        return stream_answers(target(), asked, args.batch)
+
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    llm = start_target(args.model, args.max_prompt_tokens + args.max_tokens, args.batch, args.dtype, args.seed)
     decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))  # noqa: E731
-    print(generate(config, tokenizer, decode, lambda asked: stream_answers(llm, asked, args.batch)))
+    print(generate(config, tokenizer, decode, engine))
 
 
 def _add_capture(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -156,7 +185,9 @@ def _fit(args: argparse.Namespace) -> None:
     from vllm_eagle.train.settings import read_settings
 
     settings = read_settings(args.settings, args.set)
-    print(fit_and_export(Recipe(args.model, args.features, args.out, settings, args.start, args.judge, args.device)))
+    recipe = Recipe(args.model, args.features, args.out, settings, args.start, args.judge, args.device)
+    if line := fit_and_export(recipe):
+        print(line)
 
 
 def _add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -165,19 +196,37 @@ def _add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     cmd.add_argument("--head", type=Path, required=True, help="folder of the exported head")
     cmd.add_argument("--features", type=Path, required=True, help="folder that capture wrote for held-out answers")
     cmd.add_argument("--limit", type=int, help="use only the first answers")
-    cmd.add_argument("--nodes", type=int, default=25, help="drafted nodes of the tree, its root not counted")
-    cmd.add_argument("--width", type=int, default=10, help="children of a node, and nodes expanded in a level")
-    cmd.add_argument("--levels", type=int, default=6, help="draft passes")
+    cmd.add_argument("--tree-size", type=int, help="most nodes of a tree (default 25); these options are those of serving")
+    cmd.add_argument("--tree-depth", type=int, help="levels of a tree (default 5)")
+    cmd.add_argument("--tree-top-k", type=int, help="nodes expanded on a level, and candidates of each (default 8)")
+    cmd.add_argument("--tree", help="JSON file of a static tree, instead of a dynamic one")
     cmd.set_defaults(run=_evaluate)
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    from vllm_eagle.config import Options
     from vllm_eagle.train.judge import as_json, judge
-    from vllm_eagle.train.tree import TreeShape
 
-    judged = judge(args.model, args.head, args.features, TreeShape(args.nodes, args.width, args.levels), args.limit)
+    options = Options(str(args.head), args.tree_size, args.tree_depth, args.tree_top_k, args.tree)
+    judged = judge(args.model, args.head, args.features, options.growth(), args.limit)
     print(judged.lines())
     print(as_json(judged, args.head))
+
+
+def _add_export(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    cmd = _command(subparsers, "export", _EXPORT)
+    cmd.add_argument("head", type=Path, metavar="HEAD", help="folder of the head")
+    cmd.add_argument("--layout", choices=("original", "speculators"), required=True)
+    cmd.add_argument("--out", type=Path, required=True, help="folder for the head in that layout")
+    cmd.add_argument("--model", type=Path, help="folder of the target, which the speculators layout names")
+    cmd.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from vllm_eagle.train.export import export
+
+    export(args.head, args.layout, args.out, args.model)
+    print(f"{args.out}: {args.layout} layout")
 
 
 def _add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -190,6 +239,9 @@ def _add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _train(args: argparse.Namespace) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise EagleError("train runs in one process; run generate and capture, then start fit in several")
+
     def step(**changes: object) -> argparse.Namespace:
         return argparse.Namespace(**{**vars(args), **changes})
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_eagle.errors import EagleError
-from vllm_eagle.train.answers import Answer, AnswerWriter, Question, answered_ids, read_answers
+from vllm_eagle.train.answers import Answer, AnswerWriter, Question, ReadReport, answered_ids, read_answers
 from vllm_eagle.train.progress import Progress
 from vllm_eagle.train.prompts import (
     ChatTokenizer,
@@ -21,6 +22,7 @@ from vllm_eagle.train.prompts import (
 )
 
 Engine = Callable[[Iterable[Question]], Iterator[Answer]]
+"""Called only when there is something to ask, so that a run with nothing left to do starts no model."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ def generate(config: GenerateConfig, tokenizer: ChatTokenizer, decode: Callable[
     todo = questions(
         open_prompts, tokenizer, Temperatures(config.temperatures), config.max_prompt_tokens, config.max_tokens, report
     )
-    tokens = _write_all(config.out, engine(todo), Progress("answers", len(prompts), len(prompts) - len(open_prompts)))
+    tokens = _write_all(config.out, _ask(engine, todo), Progress("answers", len(prompts), len(prompts) - len(open_prompts)))
+    if not tokens and len(open_prompts) == len(prompts):
+        raise EagleError(f"none of the prompts was answered ({report})")
     return f"{tokens} new answer tokens in {config.out} ({report})"
 
 
@@ -72,14 +76,15 @@ def _prompts(
     done = answered_ids(folder)
     openings = question_openings(tokenizer, (name for name in names if name not in done), config.max_question_tokens)
     progress = Progress("questions", len(names), len(done.intersection(names)))
-    _write_all(folder, engine(openings), progress)
+    _write_all(folder, _ask(engine, openings), progress)
     return _asked(folder, decode, report)
 
 
 def _asked(folder: Path, decode: Callable[[list[int]], str], report: PromptReport) -> list[Prompt]:
     """Turn self-written questions into prompts; equal and empty ones are dropped and counted."""
     prompts: dict[str, Prompt] = {}
-    for row in read_answers(folder):
+    rows = ReadReport()
+    for row in read_answers(folder, rows):
         text = decode(list(row.out_ids)).strip()
         if not text:
             report.empty += 1
@@ -87,7 +92,15 @@ def _asked(folder: Path, decode: Callable[[list[int]], str], report: PromptRepor
             report.repeated += 1
         else:
             prompts[text] = Prompt(row.id, text, "self-prompted")
+    report.unreadable += rows.torn
+    report.empty += rows.empty
+    report.repeated += rows.repeated
     return list(prompts.values())
+
+
+def _ask(engine: Engine, asked: Iterator[Question]) -> Iterator[Answer]:
+    for first in asked:
+        yield from engine(itertools.chain([first], asked))
 
 
 def _write_all(folder: Path, answers: Iterator[Answer], progress: Progress) -> int:

@@ -13,26 +13,29 @@ from vllm_eagle.heads import AnyHead, Eagle3Head, load_head
 from vllm_eagle.train.card import Judgement
 from vllm_eagle.train.evaluate import chain_acceptance
 from vllm_eagle.train.features import Example, read_examples
+from vllm_eagle.train.served import serve
 from vllm_eagle.train.target import count_layers
-from vllm_eagle.train.tree import TreeShape, mean_accepted_length
 from vllm_eagle.train.vocabulary import read_vocabulary
 from vllm_eagle.train.words import Ends
+from vllm_eagle.tree import Growth
 
 
-def judge(model: Path, head_folder: Path, features: Path, shape: TreeShape, limit: int | None) -> Judgement:
-    """Score the head in `head_folder` on up to `limit` answers of `features`."""
+def judge(model: Path, head_folder: Path, features: Path, growth: Growth, limit: int | None) -> Judgement:
+    """Score the head in `head_folder` on up to `limit` answers of `features`.
+
+    The chain is drafted from every position of the answers, trees of `growth` from those positions that serving lands on.
+    """
     head, ends = load_head(head_folder), Ends.load(model)
     layers = head.config.states_read(count_layers(model))
-    vocabulary = _vocabulary(head, head_folder)
     examples: Sequence[Example] = read_examples(features, layers)[:limit]
     ends.check(examples, layers)
-    words = ends.words(vocabulary)
+    words = ends.words(_vocabulary(head, head_folder))
     return Judgement(
         features.name,
         len(examples),
         chain_acceptance(head, examples, words),
-        shape,
-        mean_accepted_length(head, examples, words, vocabulary, shape),
+        growth,
+        serve(head, examples, words, growth),
     )
 
 
@@ -52,6 +55,7 @@ def as_json(judged: Judgement, head_folder: Path) -> str:
             "answers": judged.answers,
             "alpha": [round(rate, 4) for rate in judged.chain.rates],
             "chain_length": round(judged.chain.mean_length, 3),
-            "tree_length": round(judged.tree_length, 3),
+            "tree_length": round(judged.served.mean_length, 3),
+            "drafts": judged.served.drafts,
         }
     )

@@ -98,5 +98,6 @@ def score(hidden: Tensor, lm_head: Tensor, log_weights: Tensor, ids: Tensor, pro
     probs = torch.where(inside, probs, 0.0)
     probs = probs / probs.sum(1, keepdim=True).clamp_min(1e-9)
     compare = _trained_head_cross_entropy if lm_head.requires_grad else _FrozenHeadCrossEntropy.apply
-    loss, rank = compare(hidden, lm_head, log_weights, ids.clamp_min(0), probs, taken)
+    with torch.autocast(hidden.device.type, enabled=False):  # a softmax over a whole vocabulary needs float32
+        loss, rank = compare(hidden.to(lm_head.dtype), lm_head, log_weights, ids.clamp_min(0), probs, taken)
     return Scores(torch.where((taken >= 0) & inside.any(1), loss, 0.0), rank)

@@ -119,6 +119,8 @@ def question_openings(tokenizer: ChatTokenizer, names: Iterable[str], max_tokens
     """Yield the chat template up to the user's turn: the target, sampled at 1.0, writes the question itself."""
     opening = _render(tokenizer, _MARK, answer=False).partition(_MARK)[0]
     ids = tuple(tokenizer.encode(opening, add_special_tokens=False))
+    if not ids:
+        raise EagleError("the target's chat template has nothing before a user's turn, so it cannot write one; give --prompts")
     for name in names:
         yield Question(name, ids, 1.0, max_tokens)
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
+from vllm_eagle.config import Options
 from vllm_eagle.errors import EagleError
-from vllm_eagle.heads import AnyHead, Eagle3Head, load_head, save_head
+from vllm_eagle.heads import AnyHead, Eagle3Head, HeadConfig, load_head, save_head
+from vllm_eagle.train.batches import PackedBatch
 from vllm_eagle.train.card import Provenance, write_card
-from vllm_eagle.train.features import Example, captured_layers, read_examples
+from vllm_eagle.train.features import captured_layers, read_examples
 from vllm_eagle.train.fit import Fit
 from vllm_eagle.train.judge import judge
+from vllm_eagle.train.processes import Team
 from vllm_eagle.train.sampled import SampledVocabulary
 from vllm_eagle.train.settings import Settings
 from vllm_eagle.train.target import head_config
-from vllm_eagle.train.tree import TreeShape
 from vllm_eagle.train.vocabulary import frequent_tokens, write_vocabulary
-from vllm_eagle.train.words import Ends
+from vllm_eagle.train.words import Ends, Words
 
 
 @dataclass(frozen=True)
@@ -37,46 +39,56 @@ class Recipe:
     device: str = "cpu"
 
 
-def fit_and_export(recipe: Recipe) -> str:
+def fit_and_export(recipe: Recipe) -> str | None:
     """Fit a head and write it with its README.md to `out`/head; return one line of JSON.
 
-    An EAGLE-1 head gets its list of tokens beside it, `draft_vocab.json`; an EAGLE-3 head has it inside.
+    An EAGLE-1 head gets its list of tokens beside it, `draft_vocab.json`; an EAGLE-3 head has it inside. Of several
+    processes the first one writes; the others return None.
     """
     settings, folder = recipe.settings, recipe.out / "head"
+    team = Team.gather(recipe.device)
     layers = _aux_layers(recipe)
     examples = [example for source in recipe.features for example in read_examples(source, layers)]
-    ends = Ends.load(recipe.model).to(recipe.device)
+    ends = Ends.load(recipe.model).to(str(team.device))
     ends.check(examples, layers)
+    frequent = frequent_tokens(examples, len(ends.lm_head), settings.draft_vocabulary)
     start = load_head(recipe.start) if recipe.start else None
-    folder.mkdir(parents=True, exist_ok=True)
     eagle3 = settings.recipe == "eagle3"
-    fit = _eagle3(recipe, ends, examples, start, layers) if eagle3 else _eagle1(recipe, ends, examples, start)
+    plan = _eagle3(recipe, ends, frequent, start, layers) if eagle3 else _eagle1(recipe, ends, frequent)
+    fit = Fit(settings.fit, *plan, examples, recipe.out, partial(save_head, folder=folder), team, start)
+    if team.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not eagle3:
+            write_vocabulary(folder / "draft_vocab.json", frequent)
     fit.run()
-    judged = [judge(recipe.model, folder, source, TreeShape(), None) for source in recipe.judge_on]
+    team.part()
+    if not team.leads:
+        return None
+    judged = [judge(recipe.model, folder, source, Options(str(folder)).growth(), None) for source in recipe.judge_on]
     continued = "a head of an earlier stage" if recipe.start else ""
     write_card(folder, Provenance(recipe.model.name, examples, settings, continued), judged)
-    return json.dumps({"head": str(folder), "sequences": len(examples), "tree_length": [one.tree_length for one in judged]})
+    lengths = [one.served.mean_length for one in judged]
+    return json.dumps({"head": str(folder), "sequences": len(examples), "tree_length": lengths})
 
 
-def _eagle1(recipe: Recipe, ends: Ends, examples: Sequence[Example], start: AnyHead | None) -> Fit:
+Plan = tuple[HeadConfig, Words, Callable[[PackedBatch, int], Words]]
+"""The head's shape, the words it is judged over, and the words of a batch from a seed."""
+
+
+def _eagle1(recipe: Recipe, ends: Ends, frequent: Tensor) -> Plan:
     """Borrow the target's LM head: the loss runs over a sample of the whole vocabulary, the list is for serving."""
-    settings, folder = recipe.settings, recipe.out / "head"
-    vocabulary = frequent_tokens(examples, len(ends.lm_head), settings.draft_vocabulary)
-    write_vocabulary(folder / "draft_vocab.json", vocabulary)
+    settings = recipe.settings
     config = head_config(recipe.model, settings.layers, settings.intermediate_size)
-    sampled = SampledVocabulary(ends, vocabulary[: settings.always], settings.sample)
-    export = partial(save_head, folder=folder)
-    return Fit(settings.fit, config, ends.words(vocabulary), sampled.words, examples, recipe.out, export, start)
+    sampled = SampledVocabulary(ends, frequent[: settings.always], settings.sample)
+    return config, ends.words(frequent), sampled.words
 
 
-def _eagle3(recipe: Recipe, ends: Ends, examples: Sequence[Example], start: AnyHead | None, layers: Sequence[int]) -> Fit:
+def _eagle3(recipe: Recipe, ends: Ends, frequent: Tensor, start: AnyHead | None, layers: Sequence[int]) -> Plan:
     """Train an LM head over the draft vocabulary, the most frequent tokens or those of the head that is continued."""
     settings = recipe.settings
-    frequent = frequent_tokens(examples, len(ends.lm_head), settings.draft_vocabulary)
-    words = ends.words(start.vocabulary if isinstance(start, Eagle3Head) else torch.sort(frequent).values)
+    words = ends.words(start.vocabulary if isinstance(start, Eagle3Head) else frequent.sort().values)
     config = head_config(recipe.model, settings.layers, settings.intermediate_size, len(words.lm_head), layers)
-    export = partial(save_head, folder=recipe.out / "head")
-    return Fit(settings.fit, config, words, lambda batch, seed: words, examples, recipe.out, export, start)
+    return config, words, lambda batch, seed: words
 
 
 def _aux_layers(recipe: Recipe) -> tuple[int, ...]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from vllm_eagle.errors import EagleError
+from vllm_eagle.train.curves import curves
 
 Record = dict[str, float]
 
@@ -46,7 +50,11 @@ def load_state(folder: Path, head: nn.Module, optimizer: Optimizer, identity: st
     path = folder / "state.pt"
     if not path.is_file():
         return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError, EOFError) as bad:
+        reason = str(bad).splitlines()[0] if str(bad) else type(bad).__name__
+        raise EagleError(f"{path} cannot be read ({reason}); remove it to begin again") from None
     if state["identity"] != identity:
         raise EagleError(
             f"{path} is of another fit ({state['identity']}); this one is {identity}. Give a new --out, "
@@ -57,11 +65,19 @@ def load_state(folder: Path, head: nn.Module, optimizer: Optimizer, identity: st
     return int(state["step"])
 
 
+def mean_record(records: Sequence[Record]) -> Record:
+    """Return the mean of every figure over the batches that have it: a batch whose rounds all ended has no deeper ones."""
+    names = dict.fromkeys(name for record in records for name in record)
+    found = {name: [record[name] for record in records if name in record] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
 @dataclass
 class Journal:
-    """Append a line for each group of steps to `journal.jsonl`; the curve of a fit."""
+    """Append a line for each group of steps to `journal.jsonl`, and to a TensorBoard `board` if there is one."""
 
     folder: Path
+    board: Any = None
     every: int = 20
     _sums: Record = field(default_factory=dict, init=False)
     _count: int = field(default=0, init=False)
@@ -81,7 +97,18 @@ class Journal:
 
     def note(self, line: dict[str, object]) -> None:
         """Append one line as it is."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "journal.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "journal.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as bad:
+            raise EagleError(f"{self.folder}: cannot write ({bad}); free some space and run again, it resumes") from None
         print(" ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+        if self.board is not None:
+            for name, value in curves(line).items():
+                self.board.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        """Write what the board still holds."""
+        if self.board is not None:
+            self.board.close()

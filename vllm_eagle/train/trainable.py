@@ -48,7 +48,8 @@ class Whitened(nn.Module):
         self.inverse.copy_(vectors * values @ vectors.T)
 
     def forward(self, trained: Tensor) -> Tensor:
-        return trained @ self.basis
+        with torch.autocast(trained.device.type, enabled=False):  # the basis spans more magnitudes than bfloat16 has digits
+            return trained @ self.basis
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return what is trained for a plain `weight`."""

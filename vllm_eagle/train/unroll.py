@@ -97,8 +97,13 @@ class RoundAttention:
         return torch.cat([attend_round(q, k, v, ks, vs, start - first) for q, k, v, ks, vs, start, first in parts])
 
 
-def attend_round(query: Tensor, own_key: Tensor, own_value: Tensor, key: Tensor, value: Tensor, last: Tensor) -> Tensor:
-    """Attend from query [L, H, K] to slots 0 … last [L] of key and value [n, G, K] and to own keys [L, s, G, K]."""
+def attend_round(
+    query: Tensor, own_key: Tensor, own_value: Tensor, key: Tensor, value: Tensor, last: Tensor, seen: Tensor | None = None
+) -> Tensor:
+    """Attend from query [L, H, K] to slots 0 … last [L] of key and value [n, G, K] and to own keys [L, s, G, K].
+
+    `seen` [L, s] says which own keys a query sees, None for all of them.
+    """
     (rounds, heads, size), (slots, groups, _) = query.shape, key.shape
     query = query.view(rounds, groups, heads // groups, size) * size**-0.5  # [L, G, Q, K]
     flat = query.transpose(0, 1).reshape(groups, rounds * heads // groups, size)  # [G, L*Q, K]
@@ -106,6 +111,8 @@ def attend_round(query: Tensor, own_key: Tensor, own_value: Tensor, key: Tensor,
     hidden = torch.arange(slots, device=last.device) > last[:, None]  # [L, n]
     scores = scores.masked_fill(hidden[None, :, None], -torch.inf)
     own = torch.einsum("lgqk,lsgk->glqs", query, own_key)
+    if seen is not None:
+        own = own.masked_fill(~seen[None, :, None], -torch.inf)
     weights = torch.cat((scores, own), dim=-1).softmax(-1)  # [G, L, Q, n+s]
     true, mine = torch.split(weights, [slots, own.shape[-1]], dim=-1)
     out = torch.bmm(true.reshape(groups, rounds * heads // groups, slots), value.transpose(0, 1))  # [G, L*Q, K]
