@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
@@ -185,11 +186,14 @@ def _logprobs_equal(want: Any, got: Any) -> bool:
             continue
         if one.keys() != two.keys():
             return False
-        for token in one:
-            close = abs(one[token].logprob - two[token].logprob) < 1e-4 or one[token].logprob == two[token].logprob
-            if not close or not _ranks_equal(one[token].rank, two[token].rank) or one[token].decoded_token != two[token].decoded_token:
-                return False
+        if not all(_close(one[token], two[token]) for token in one):
+            return False
     return True
+
+
+def _close(want: Logprob, got: Logprob) -> bool:
+    value = abs(want.logprob - got.logprob) < 1e-4 or want.logprob == got.logprob  # infinities are equal, not close
+    return value and _ranks_equal(want.rank, got.rank) and want.decoded_token == got.decoded_token
 
 
 def _ranks_equal(want: int | None, got: int | None) -> bool:
