@@ -19,6 +19,13 @@ import pytest
 
 from vllm_eagle.testing import tiny_head, tiny_target
 
+REGEX = "(w5|w9|w30)(w7|w11){3,9}w3"
+SPECIAL: list[dict[str, Any]] = [
+    {"structured_outputs": {"regex": REGEX}, "ignore_eos": False},
+    {"logit_bias": {"5": -100.0, "77": 4.0}},
+    {"min_p": 0.2, "temperature": 1.0, "seed": 3},
+]
+"""What vLLM refuses under speculation, or what needs the tree in the scheduler's process."""
 PROMPTS = ["w5 w9 w200", "w77 " * 40, "w3", "w12 w13 w14 w15"]
 
 
@@ -31,10 +38,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def plain(folders: tuple[str, str]) -> list[str]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
     from tests.integration.harness import engine, greedy
 
     llm = engine(folders[0], max_model_len=256)
-    return [out.outputs[0].text for out in llm.generate(PROMPTS, greedy(40), use_tqdm=False)]
+    special = [
+        SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex=REGEX)),
+        greedy(40, logit_bias={5: -100.0, 77: 4.0}),
+        SamplingParams(temperature=1.0, seed=3, min_p=0.2, max_tokens=40, ignore_eos=True),
+    ]
+    params = [greedy(40)] * len(PROMPTS) + special
+    outs = llm.generate(PROMPTS + PROMPTS[:1] * len(special), params, use_tqdm=False)
+    return [out.outputs[0].text for out in outs]
 
 
 def environment() -> dict[str, str]:
@@ -94,7 +111,8 @@ def test_server(server: tuple[str, Path], plain: list[str]) -> None:
     url, _ = server
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda prompt: ask(url, prompt=prompt), PROMPTS))
-    assert [answer["choices"][0]["text"] for answer in answers] == plain
+    texts = [answer["choices"][0]["text"] for answer in answers]
+    assert texts == plain[:4]
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [40] * 4
     text = urllib.request.urlopen(url + "/metrics").read().decode()
     counted = {
@@ -108,3 +126,13 @@ def test_server(server: tuple[str, Path], plain: list[str]) -> None:
     assert counted["accepted_tokens"] + counted["drafts"] >= 4 * 39 - 4
     seeded = [ask(url, prompt=PROMPTS[0], temperature=1.0, seed=7)["choices"][0]["text"] for _ in range(2)]
     assert seeded[0] == seeded[1] != plain[0]
+
+
+def test_server_takes_any_parameter(server: tuple[str, Path], plain: list[str]) -> None:
+    """Catches a refusal of vLLM's front end, and a grammar whose scheduler process does not get the trees."""
+    url, log = server
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda body: ask(url, prompt=PROMPTS[0], **body)["choices"][0], SPECIAL))
+    assert [answer["text"] for answer in answers] == plain[4:]
+    assert re.fullmatch(REGEX, answers[0]["text"].replace(" ", "")) or answers[0]["finish_reason"] == "length"
+    assert "ERROR" not in log.read_text()

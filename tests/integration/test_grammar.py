@@ -122,6 +122,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 CALL = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
 TAG = {"structural_tag": json.dumps({"type": "structural_tag", "format": CALL})}
+OLD_STYLE = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<"]}
+OLD_TAG = {"structural_tag": json.dumps({"type": "structural_tag", **OLD_STYLE})}
 LARK = {"grammar": 'start: item ("," item)*\nitem: "a" | "b" | "(" start ")"'}
 LENGTHS = [5, 31, 40, 33, 64, 7, 20]
 TOKENS = 50
@@ -135,7 +137,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     options = {"structured_outputs_config": {"backend": request.param, "disable_any_whitespace": True}}
     base = engine(target, **options)
     tree = engine(target, **options, **speculate(head, tree_size=34, tree_depth=5, tree_top_k=4))
-    kinds = {**KINDS, "tag": TAG} if request.param == "xgrammar" else {**KINDS, "grammar": LARK}
+    kinds = {**KINDS, "tag": TAG} if request.param == "xgrammar" else {**KINDS, "grammar": LARK, "tag": OLD_TAG}
     params = [
         SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=TOKENS, structured_outputs=StructuredOutputsParams(**kind))
         for i, kind in enumerate(kinds.values())
