@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from tests.integration.harness import (
     END_OF_THINKING,
@@ -274,3 +274,14 @@ def test_59_logprobs_of_every_token(engines: tuple[LLM, LLM]) -> None:
     ]
     want = check(engines, params)
     assert all(len(out.outputs[0].logprobs) == TOKENS for i, out in enumerate(want) if i % 4 != 1)
+
+
+def test_beam_search(engines: tuple[LLM, LLM]) -> None:
+    """Catches logprobs of one-token requests that trees disturb: beams are made of many of them."""
+    found = [
+        llm.beam_search([TokensPrompt(prompt_token_ids=p) for p in ASKED[:3]], BeamSearchParams(beam_width=3, max_tokens=8))
+        for llm in engines
+    ]
+    beams = [[sequence.tokens for sequence in out.sequences] for out in found[0]]
+    assert beams == [[sequence.tokens for sequence in out.sequences] for out in found[1]]
+    assert len(beams[0]) == 3
