@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import ReasoningConfig
 
-from tests.integration.random_requests import Shift
+from tests.integration.random_requests import Damp, Shift
 from vllm_eagle import speculate
 from vllm_eagle.attention import VEC_LAYOUT
 from vllm_eagle.drafting import Drafter
@@ -44,7 +44,7 @@ def lettered_engines(folder: Path, **options: Any) -> tuple[LLM, LLM]:
     """Start plain decoding and trees on a tiny target that writes letters, with everything a request may ask for."""
     target, head = tiny_target(folder / "target", vocab=300, letters=True), tiny_head(folder / "head", vocab=300)
     options = {
-        "logits_processors": [Shift],
+        "logits_processors": [Shift, Damp],
         "max_logprobs": 10,
         "reasoning_config": ReasoningConfig(
             reasoning_parser="deepseek_r1", reasoning_start_str="<think>", reasoning_end_str="</think>"

@@ -16,7 +16,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.logprobs import Logprob
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, MoveDirectionality
 
 STRUCTURES: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a", "b"]}},
@@ -57,6 +57,24 @@ class Shift(LogitsProcessor):
             if len(output) % 2 == 0:
                 logits[index] = logits[index].roll(1)
         return logits
+
+
+class Damp(AdapterLogitsProcessor):
+    """Make what a request has just written less likely, by a function of its own."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        if not (params.extra_args or {}).get("damp"):
+            return None
+
+        def damp(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+            for token in output[-9:]:
+                logits[token] -= 2.0
+            return logits
+
+        return damp
 
 
 @dataclass(frozen=True)
@@ -120,7 +138,7 @@ class RequestMaker:
             (0.2, "stop", lambda: draw.sample(self.words, 3)),
             (0.3, "logprobs", lambda: draw.choice([0, 1, 4])),
             (0.2, "prompt_logprobs", lambda: draw.choice([0, 2])),
-            (0.2, "extra_args", lambda: {"shift": True}),
+            (0.3, "extra_args", lambda: {name: True for name in self.random.sample(["shift", "damp"], draw.choice([1, 2]))}),
             (0.2, "flat_logprobs", lambda: True),
             (0.2, "skip_special_tokens", lambda: False),
             (0.2, "repetition_detection", lambda: {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3}),

@@ -12,7 +12,7 @@ import pytest
 from vllm import LLM
 
 from tests.integration.harness import LETTERS, THINK, counters, drafting, engine, lettered_engines, runner_of, since
-from tests.integration.random_requests import RequestMaker, Shift, describe, differences, run
+from tests.integration.random_requests import Damp, RequestMaker, Shift, describe, differences, run
 from vllm_eagle import speculate
 from vllm_eagle.demo.model import demo_model
 from vllm_eagle.testing import Half, Hostile, Oracle
@@ -78,7 +78,7 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def real(repository: Path) -> tuple[LLM, LLM]:
     model, head = str(demo_model()), str(repository / "examples" / "heads" / "smollm2-135m-eagle1")
-    options: dict[str, Any] = {"max_logprobs": 10, "logits_processors": [Shift], "block_size": 128}
+    options: dict[str, Any] = {"max_logprobs": 10, "logits_processors": [Shift, Damp], "block_size": 128}
     options["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
     return engine(model, **options), engine(model, **options, **speculate(head, tree_size=12))
 
