@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_eagle import EagleError, speculate
-from vllm_eagle.names import PROPOSER, WORKER
+from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 from vllm_eagle.testing import tiny_head
 
 
@@ -101,6 +104,8 @@ def test_options(target: str, head: str, tmp_path: Path) -> None:
     long_form = speculate(head) | {"worker_cls": "auto"}
     with pytest.raises(EagleError, match=f"add --worker-cls {WORKER}"):
         configure(target, **long_form)
+    with pytest.raises(EagleError, match=f"add --scheduler-cls {SCHEDULER}"):
+        configure(target, **speculate(head) | {"scheduler_cls": None})
     mismatch = speculate(head, tree_size=8)
     mismatch["speculative_config"]["num_speculative_tokens"] = 5
     with pytest.raises(EagleError, match=r"num_speculative_tokens=5 .* must be the tree's size, 8"):
@@ -124,6 +129,18 @@ def test_without_our_options_nothing_changes(target: str, tmp_path: Path) -> Non
     config = configure(target, speculative_config=spec)
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert configure(target).speculative_config is None
+    for parameter in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
+        with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
+            SamplingParams(**parameter)._validate_spec_decode(config.speculative_config)
+
+
+@pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls"])
+def test_a_class_of_ones_own_is_not_replaced_in_silence(target: str, head: str, flag: str) -> None:
+    """Catches a worker or scheduler the user named, dropped without a word for ours."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", target, "--speculative-model", head, flag, "mine.Own"])
+    with pytest.raises(EagleError, match=f"{flag} and --speculative-model exclude each other"):
+        EngineArgs.from_cli_args(args)
 
 
 def test_the_proposer_refuses_vllms_own_worker(target: str, head: str) -> None:

@@ -117,6 +117,9 @@ class SpeculativeFlags(Patch):
             raise EagleError("--speculative-model and --speculative-config exclude each other; use one of the two")
         folded = argparse.Namespace(**vars(args))
         for field, value in speculate(**given).items():
+            if field.endswith("_cls") and getattr(args, field, None) not in (None, "auto", value):
+                flag = f"--{field.replace('_', '-')}"
+                raise EagleError(f"{flag} and --speculative-model exclude each other: trees bring a class of their own")
             if field == "additional_config":
                 value = {**(getattr(args, field, None) or {}), **value}
                 if KEY in (getattr(args, field, None) or {}):
