@@ -33,6 +33,8 @@ class Options:
     """JSON file of a static tree, instead of a dynamic one."""
     draft_vocab: str | None = None
     """JSON file of the token ids worth drafting, or "all"; default: `draft_vocab.json` of the head's folder, if any."""
+    max_context: int | None = None
+    """Longest request that is drafted for, in tokens (default: the positions the head was made for)."""
     drafter: str = HEAD_DRAFTER
     """"head", or the dotted path of a drafter class."""
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class Options:
         for key, value in raw.items():
             if key not in known:
                 raise EagleError(f"unknown option {key!r} of vllm_eagle; known: {', '.join(sorted(known))}")
-            whole = key in ("tree_size", "tree_depth", "tree_top_k")
+            whole = key in ("tree_size", "tree_depth", "tree_top_k", "max_context")
             if whole and value is not None and type(value) is not int:
                 raise EagleError(f"{key}={value!r}: want a whole number")
             if not whole and key != "drafter_options" and not isinstance(value, str | None):

@@ -16,14 +16,16 @@ def speculate(
     tree_top_k: int | None = None,
     tree: str | None = None,
     draft_vocab: str | None = None,
+    max_context: int | None = None,
     drafter: str | None = None,
     drafter_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return keyword arguments that make `vllm.LLM(...)` speculate with the EAGLE head in the folder `model`.
 
     `tree_size` nodes at most (default 25), `tree_depth` levels (5), `tree_top_k` nodes expanded per level (8); or `tree`,
-    the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all". `drafter`: dotted path
-    of another drafter class, with its `drafter_options`. Raises `EagleError`.
+    the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all". `max_context`:
+    longest request drafted for, in tokens (default: the positions the head was made for). `drafter`: dotted path of another
+    drafter class, with its `drafter_options`. Raises `EagleError`.
     """
     from vllm_eagle.config import KEY, Options  # torch is heavy: a process that only imports us must not pay for it
 
@@ -34,6 +36,7 @@ def speculate(
         "tree_top_k": tree_top_k,
         "tree": tree,
         "draft_vocab": draft_vocab,
+        "max_context": max_context,
         "drafter": drafter,
         "drafter_options": drafter_options,
     }

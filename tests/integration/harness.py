@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from vllm.config import ReasoningConfig
 from tests.integration.random_requests import Damp, Shift
 from vllm_eagle import speculate
 from vllm_eagle.attention import VEC_LAYOUT
-from vllm_eagle.drafting import Drafter
+from vllm_eagle.drafting import Drafter, HeadCache, Known
 from vllm_eagle.testing import tiny_head, tiny_target
+from vllm_eagle.tree import DraftTree
 
 ENGINE = {
     "dtype": "float32",
@@ -64,6 +65,21 @@ def drafting(llm: LLM, drafter: Drafter) -> Iterator[None]:
         yield
     finally:
         proposer.drafter = usual
+
+
+@contextmanager
+def watching(llm: LLM, see: Callable[[Known, list[DraftTree]], None]) -> Iterator[None]:
+    """Show every step's trees, and what the drafter was told, for a while."""
+    usual: Drafter = runner_of(llm).drafter.drafter
+
+    class Shown:
+        def draft(self, known: Known, cache: HeadCache) -> list[DraftTree]:
+            trees = usual.draft(known, cache)
+            see(known, trees)
+            return trees
+
+    with drafting(llm, Shown()):
+        yield
 
 
 def runner_of(llm: LLM) -> Any:

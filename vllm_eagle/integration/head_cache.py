@@ -9,7 +9,6 @@ from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_eagle.drafting import Known
-from vllm_eagle.integration.step import Step
 from vllm_eagle.tree import TreeRows
 
 if TYPE_CHECKING:
@@ -19,15 +18,17 @@ if TYPE_CHECKING:
 class PagedHeadCache:
     """Serve one step: what became certain is written to the head's slots, guesses stay outside (see `HeadCache`)."""
 
-    def __init__(self, runner: TreeRunner, known: Known, step: Step, homes: Tensor) -> None:
-        """`homes` [T]: batch rows whose slots the newly known positions own."""
+    def __init__(self, runner: TreeRunner, known: Known) -> None:
         self.layers, self.attention = runner.drafter.layers, runner.tree_attention
         if not self.layers:
             return
         group = runner.drafter.group
-        table = runner.input_batch.block_table[group.kv_cache_group_id].get_device_tensor(len(known.lengths))
-        self.slots = step.slots[group.kv_cache_group_id][homes]
-        self.context = torch.from_numpy(step.computed).to(torch.int32) + known.lengths  # [R]
+        blocks = runner.input_batch.block_table[group.kv_cache_group_id]
+        table = blocks.get_device_tensor(len(known.lengths))
+        owners = torch.arange(len(known.lengths)).repeat_interleave(known.lengths.long())
+        size = blocks.block_size
+        self.slots = table[owners, known.positions // size].long() * size + known.positions % size
+        self.context = (known.positions[known.ends] + 1).to(torch.int32)  # [R]
         starts = torch.cat((torch.zeros(1, dtype=torch.int32), known.lengths.cumsum(0).to(torch.int32)))
         self.table = group.map_to_kernel_block_table(table)
         self.metadata = group.get_metadata_builder(0).build(
@@ -37,7 +38,7 @@ class PagedHeadCache:
                 query_start_loc_cpu=starts,
                 seq_lens=self.context,
                 num_reqs=len(known.lengths),
-                num_actual_tokens=len(homes),
+                num_actual_tokens=len(self.slots),
                 max_query_len=int(known.lengths.max()),
                 max_seq_len=int(self.context.max()),
                 block_table_tensor=self.table,

@@ -26,6 +26,7 @@ _OPTION_OF = {
     "speculative_tree_top_k": "tree_top_k",
     "speculative_tree": "tree",
     "speculative_draft_vocab": "draft_vocab",
+    "speculative_max_context": "max_context",
 }
 
 
@@ -52,6 +53,12 @@ _FLAGS = (
         str,
         "PATH",
         "JSON file of the token ids worth drafting, or 'all' (default: draft_vocab.json of the head, if it has one).",
+    ),
+    (
+        "--speculative-max-context",
+        _count,
+        "N",
+        "Draft nothing for a request longer than N tokens (default: the positions the head was made for). Its text goes on.",
     ),
 )
 
@@ -169,8 +176,11 @@ class TreesTakeAnyParameter(Patch):
         @functools.wraps(validate)
         def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
             from vllm_eagle.integration.checks import is_ours
+            from vllm_eagle.integration.limits import check_wish
 
-            if not is_ours(speculative_config):
+            if is_ours(speculative_config):
+                check_wish(self)
+            else:
                 validate(self, speculative_config)
 
         SamplingParams._validate_spec_decode = _validate_spec_decode  # type: ignore[method-assign]

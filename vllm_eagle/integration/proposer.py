@@ -32,6 +32,8 @@ class TreeProposer:
     """Load the head before serving; a step's drafting is `drafter.draft`."""
 
     drafter: Drafter
+    longest: int
+    """Tokens of the longest request that is drafted for."""
     group: Any
     """vLLM's attention group of the head's layers."""
 
@@ -62,6 +64,7 @@ class TreeProposer:
             drafter = _load_class(self.options.drafter)(drafter, self.growth, **self.options.drafter_options)
         assert drafter is not None
         self.drafter = drafter
+        self.longest = self._longest()
         words = self.options.vocabulary_file() or "the whole vocabulary"
         size, depth = self.growth.size, self.growth.depth
         logger.info("trees of up to %d nodes, %d levels; head %s, drafting from %s", size, depth, self.options.model, words)
@@ -71,6 +74,15 @@ class TreeProposer:
         if self.layers:
             name = self.layers[0].layer_name
             self.group = next(g for groups in runner.attn_groups for g in groups if name in g.layer_names)
+
+    def _longest(self) -> int:
+        """Return the longest request to draft for: within its user's limit, and with no level beyond the head's positions."""
+        limit, positions = self.config.model_config.max_model_len, self.head.config.max_positions if self.head else None
+        longest = min(limit, self.options.max_context or limit)
+        if positions is not None and positions - self.growth.depth < longest:
+            longest = positions - self.growth.depth
+            logger.warning("head %s has %d positions: longer requests go on without drafts", self.options.model, positions)
+        return longest
 
     def _attention_layers(self, head: EagleHead) -> list[Attention]:
         """Make the head's layers known to vLLM: they get K/V blocks in the same tables as the target's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from vllm_eagle import envs
 from vllm_eagle.attention import TreeAttention
 from vllm_eagle.drafting import Known
 from vllm_eagle.integration.attention import Trees
+from vllm_eagle.integration.backlog import Backlog
 from vllm_eagle.integration.head_cache import PagedHeadCache
+from vllm_eagle.integration.limits import room, wished_size
 from vllm_eagle.integration.proposer import TreeProposer
 from vllm_eagle.integration.sampling import (
     LevelSampler,
@@ -31,6 +34,7 @@ from vllm_eagle.integration.scheduler import PLACEHOLDER, TreeDrafts
 from vllm_eagle.integration.startup import choose_attention
 from vllm_eagle.integration.step import Step
 from vllm_eagle.integration.thinking import count_thinking
+from vllm_eagle.integration.watch import AcceptanceWatch
 from vllm_eagle.tree import DraftTree
 from vllm_eagle.verify import walk, walk_greedy
 
@@ -49,6 +53,9 @@ class TreeRunner(CPUModelRunner):
         self._step: Step | None = None  # from a step's inputs to its drafts
         self._metadata: dict[str, Any] = {}
         self._warned = False
+        self._backlog = Backlog()
+        self._failed: set[str] = set()  # requests whose drafting failed, each told of once
+        self._watch = AcceptanceWatch(self.drafter.options.model)
         self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +68,8 @@ class TreeRunner(CPUModelRunner):
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
         self._trees.pop(req_id, None)
+        self._backlog.drop(req_id)
+        self._failed.discard(req_id)
 
     # Before the forward pass -------------------------------------------------------------------------------------
 
@@ -144,6 +153,8 @@ class TreeRunner(CPUModelRunner):
         assert self._step is not None
         if self._step.owners:
             self._commit(self._step)
+            assert self._step.walk is not None
+            self._watch.observe(self._step.walk, self._step.owners)
 
     def _commit(self, step: Step) -> None:
         """Write the accepted rows' K/V to the slots plain decoding would have used; the others were never written."""
@@ -185,14 +196,27 @@ class TreeRunner(CPUModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        """Grow one tree per request and hand out their nodes; the structure stays here."""
-        assert self._step is not None
-        known, homes = self._known(self._step, sampled_token_ids, hidden_states)
-        cache = PagedHeadCache(self, known, self._step, homes)
-        trees = self.drafter.drafter.draft(known, cache)
+        """Grow one tree per request and hand out their nodes; the structure stays here.
+
+        Whatever goes wrong in drafting costs this step's drafts: no text depends on them.
+        """
+        step, self._step = self._step, None
+        assert step is not None
+        known = self._backlog.join(self._known(step, sampled_token_ids, hidden_states))
+        try:
+            trees = self.drafter.drafter.draft(known, PagedHeadCache(self, known))
+        except Exception:
+            self._report_failure(known.request_ids)
+            self._backlog.keep(known)
+            trees = [DraftTree.build([root], [-1]) for root in known.roots.tolist()]
         self._trees.update(zip(known.request_ids, trees, strict=True))
-        self._step = None
         return [tree.nodes for tree in trees]
+
+    def _report_failure(self, requests: Sequence[str]) -> None:
+        fresh = [request for request in requests if request not in self._failed]
+        if fresh:
+            logger.exception("drafting failed in a step of %s; they go on without its drafts", ", ".join(fresh))
+            self._failed.update(fresh)
 
     def take_draft_token_ids(self) -> TreeDrafts | None:
         """Hand the scheduler the structure with the drafts: it needs it where a grammar constrains them."""
@@ -202,30 +226,26 @@ class TreeRunner(CPUModelRunner):
         parents = [self._trees[request].parents[1:].tolist() for request in drafts.req_ids]
         return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, parents)
 
-    def _known(self, step: Step, sampled: list[list[int]], hidden_states: Tensor) -> tuple[Known, Tensor]:
+    def _known(self, step: Step, sampled: list[list[int]], hidden_states: Tensor) -> Known:
         batch = self.input_batch
-        rows, homes, counts = step.known()
+        rows, positions, counts = step.known()
         owner = np.repeat(np.arange(len(counts)), counts)
-        positions = step.computed[owner] + homes - step.starts[owner]
-        lengths = batch.num_tokens_no_spec[: len(counts)]
-        known = Known(
+        lengths = batch.num_tokens_no_spec[: len(counts)].tolist()
+        return Known(
             request_ids=list(batch.req_ids),
             features=hidden_states[torch.from_numpy(rows)],
             next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)),
-            positions=torch.from_numpy(positions.astype(np.int64)),
+            positions=torch.from_numpy(positions),
             lengths=torch.from_numpy(counts),
-            rooms=[self._room(r, bool(sampled[r])) for r in range(len(counts))],
+            rooms=[self._room(r, length) if sampled[r] else 0 for r, length in enumerate(lengths)],
             histories=[batch.token_ids_cpu[r, :length] for r, length in enumerate(lengths)],
             draws=peek_draws(batch, self.drafter.growth.depth) if self._shares_noise else None,
         )
-        return known, torch.from_numpy(homes)
 
-    def _room(self, index: int, sampled: bool) -> int:
-        """Count the nodes a request may draft: none while its prompt is unfinished."""
-        if not sampled:
-            return 0
-        left = self.max_model_len - 1 - int(self.input_batch.num_tokens_no_spec[index])
-        return max(0, min(left, self.num_spec_tokens))
+    def _room(self, index: int, length: int) -> int:
+        """Count the nodes a request may draft whose prompt is finished."""
+        wish = wished_size(self.requests[self.input_batch.req_ids[index]].sampling_params)
+        return room(self.num_spec_tokens, wish, length, self.drafter.longest, self.max_model_len)
 
 
 def _part_of(metadata: Any, requests: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
@@ -39,8 +41,10 @@ class _Pruned:
 class TreeScheduler(Scheduler):
     """Prune and mask the trees of requests with structured output; name it with `--scheduler-cls`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        for group in kv_cache_config.kv_cache_groups:
+            group.is_eagle_group = not vllm_config.speculative_config.disable_eagle_block_drop  # type: ignore[union-attr]
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self._pruned: dict[str, _Pruned] = {}  # requests with structured output and a tree not verified yet
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

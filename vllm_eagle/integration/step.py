@@ -68,16 +68,16 @@ class Step:
         return torch.tensor(source, dtype=torch.long), torch.tensor(target, dtype=torch.long)
 
     def known(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """Return batch rows [K] whose features became certain, the batch rows whose slots they own, and counts [R]."""
+        """Return batch rows [K] whose features became certain, their positions [K], and counts [R]."""
         assert self.walk is not None
-        rows, homes, counts = [], [], []
+        rows, positions, counts = [], [], []
         for r, tree in enumerate(self.trees):
             start = int(self.starts[r])
             mine = [start, *(start + row for row in self.walk.paths[r])] if tree else range(start, start + int(self.counts[r]))
             rows.extend(mine)
-            homes.extend(range(start, start + len(mine)))
+            positions.extend(range(int(self.computed[r]), int(self.computed[r]) + len(mine)))
             counts.append(len(mine))
-        return np.array(rows, np.int64), np.array(homes, np.int64), np.array(counts, np.int32)
+        return np.array(rows, np.int64), np.array(positions, np.int64), np.array(counts, np.int32)
 
     def _tree(self, request: int) -> DraftTree:
         tree = self.trees[request]

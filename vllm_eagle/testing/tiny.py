@@ -85,6 +85,7 @@ def tiny_head(
     copies: bool = False,
     heads: tuple[int, int, int] = (4, 2, 32),
     draft_vocab: int | None = None,
+    max_positions: int = 2048,
 ) -> str:
     """Write a random head that fits `tiny_target` and return the folder: EAGLE-1, or EAGLE-3 with a `draft_vocab` size.
 
@@ -102,7 +103,7 @@ def tiny_head(
         head_dim=heads[2],
         vocab_size=vocab,
         rms_norm_eps=1e-6,
-        max_positions=2048,
+        max_positions=max_positions,
         fusion_bias=bias and draft_vocab is None,
         qkv_bias=False,
         draft_vocab_size=draft_vocab,
