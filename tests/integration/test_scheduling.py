@@ -69,6 +69,18 @@ def preemptions(llm: LLM) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
+def test_drafts_go_before_requests(target: str, head: str, texts: list[list[int]], outputs: list[list[int]]) -> None:
+    """Catches a request preempted for another's guesses in a pool that holds both without them (scenario 30)."""
+    options: dict[str, Any] = {"num_gpu_blocks_override": 7, "max_model_len": 192}  # 3 blocks each, and vLLM's null block
+    llm = engine(target, **options, **speculate(head, tree_size=40, tree_depth=5, tree_top_k=8))
+    runner = runner_of(llm)
+    runner.drafter.drafter = Oracle(runner.drafter.drafter, runner.drafter.growth, texts=texts, depth=5, width=7, sibling=3)
+    asked, limits = [prompts(LENGTHS)[r] for r in (4, 2)], (32, 40)  # 96 and 73 tokens at their end
+    assert generate(llm, asked, [greedy(limit) for limit in limits]) == [outputs[4][:32], outputs[2][:40]]
+    assert preemptions(llm) == 0
+    assert counters(llm)["accepted_tokens"] > 20
+
+
 def test_prefix_cache(target: str, head: str, texts: list[list[int]], outputs: list[list[int]]) -> None:
     """Catches a rejected token's K/V published in a block that a later request reuses."""
     llm = with_oracle(target, head, texts, enable_prefix_caching=True)

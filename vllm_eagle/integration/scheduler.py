@@ -66,10 +66,34 @@ class TreeScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Add `kept_rows`, the rows left of each pruned tree that is verified in this step."""
+        self._give_up_drafts()
         output = super().schedule(throttle_prefills)
         drafted = output.scheduled_spec_decode_tokens
         output.kept_rows = {request: pruned.rows for request, pruned in self._pruned.items() if request in drafted}  # type: ignore[attr-defined]
         return output
+
+    def _give_up_drafts(self) -> None:
+        """Drop drafts whose blocks the pool lacks: vLLM would preempt a request to make room for another's guesses."""
+        drafted = [request for request in self.running if request.spec_token_ids]
+        if not drafted:
+            return
+        spare = self.kv_cache_manager.block_pool.get_num_free_blocks() - sum(
+            self._missing_blocks(request, request.num_tokens) for request in self.running
+        )
+        for request in drafted:
+            extra = self._missing_blocks(request, request.num_tokens_with_spec) - self._missing_blocks(
+                request, request.num_tokens
+            )
+            if extra > max(0, spare):
+                request.spec_token_ids = []
+            else:
+                spare -= extra
+
+    def _missing_blocks(self, request: Request, tokens: int) -> int:
+        """Count the K/V blocks a request lacks to hold its first `tokens` tokens, as far as one step can fill them."""
+        tokens = min(tokens, request.num_computed_tokens + self.max_num_scheduled_tokens)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        return sum(max(0, -(-tokens // m.block_size) - len(m.req_to_blocks.get(request.request_id, ()))) for m in managers)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the masks of every row of the constrained requests in this step."""
