@@ -20,6 +20,7 @@ ORDER = [
     "attention",
     "verify",
     "drafting",
+    "control",
     "config",
     "speculate",
     "testing",

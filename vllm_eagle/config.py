@@ -15,6 +15,7 @@ KEY = "vllm_eagle"
 """Our key in vLLM's `--additional-config`."""
 
 HEAD_DRAFTER = "head"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Options:
 
     model: str | None = None
     """Folder of the EAGLE head."""
-    tree_size: int | None = None
-    """Most nodes of a dynamic tree (default 25)."""
+    tree_size: int | str | None = None
+    """Most nodes of a dynamic tree (default 25), or "auto": at most that, and as many as pay at the load of the moment."""
     tree_depth: int | None = None
     """Levels of a dynamic tree (default 5)."""
     tree_top_k: int | None = None
@@ -57,8 +58,8 @@ class Options:
             if key not in known:
                 raise EagleError(f"unknown option {key!r} of vllm_eagle; known: {', '.join(sorted(known))}")
             whole = key in ("tree_size", "tree_depth", "tree_top_k", "max_context")
-            if whole and value is not None and type(value) is not int:
-                raise EagleError(f"{key}={value!r}: want a whole number")
+            if whole and value is not None and type(value) is not int and (key, value) != ("tree_size", AUTO):
+                raise EagleError(f"{key}={value!r}: want a whole number" + (f', or "{AUTO}"' if key == "tree_size" else ""))
             if not whole and key != "drafter_options" and not isinstance(value, str | None):
                 raise EagleError(f"{key}={value!r}: want a string")
         return cls(**raw)
@@ -69,12 +70,17 @@ class Options:
         usual = {"drafter": HEAD_DRAFTER, "drafter_options": {}}
         return {name: value for name, value in values.items() if value != usual.get(name)}
 
+    @property
+    def adaptive(self) -> bool:
+        """Tell whether the size of trees follows the load."""
+        return self.tree_size == AUTO
+
     def growth(self) -> Growth:
         """Build the growth policy; raises `TreeError` for a shape outside the limits."""
         if self.tree is not None:
             return read_static(self.tree)
-        chosen = (self.tree_size, self.tree_depth, self.tree_top_k)
-        size, depth, top_k = (default if value is None else value for value, default in zip(chosen, (25, 5, 8), strict=True))
+        size = 25 if self.tree_size is None or isinstance(self.tree_size, str) else self.tree_size
+        depth, top_k = (default if value is None else value for value, default in ((self.tree_depth, 5), (self.tree_top_k, 8)))
         return DynamicGrowth(size, depth, top_k)
 
     def vocabulary_file(self) -> Path | None:

@@ -11,7 +11,7 @@ from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 def speculate(
     model: str | None = None,
     *,
-    tree_size: int | None = None,
+    tree_size: int | str | None = None,
     tree_depth: int | None = None,
     tree_top_k: int | None = None,
     tree: str | None = None,
@@ -22,10 +22,10 @@ def speculate(
 ) -> dict[str, Any]:
     """Return keyword arguments that make `vllm.LLM(...)` speculate with the EAGLE head in the folder `model`.
 
-    `tree_size` nodes at most (default 25), `tree_depth` levels (5), `tree_top_k` nodes expanded per level (8); or `tree`,
-    the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all". `max_context`:
-    longest request drafted for, in tokens (default: the positions the head was made for). `drafter`: dotted path of another
-    drafter class, with its `drafter_options`. Raises `EagleError`.
+    `tree_size` nodes at most (default 25) or "auto", as many as pay; `tree_depth` levels (5); `tree_top_k` nodes expanded per
+    level (8); or `tree`, the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all".
+    `max_context`: longest request drafted for, in tokens (default: the positions the head was made for). `drafter`: dotted
+    path of another drafter class, with its `drafter_options`. Raises `EagleError`.
     """
     from vllm_eagle.config import KEY, Options  # torch is heavy: a process that only imports us must not pay for it
 

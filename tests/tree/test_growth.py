@@ -26,8 +26,8 @@ def grow(growth: Growth, requests: int, seed: int, levels: int = 0) -> tuple[lis
         logprobs = -torch.randint(0, 3, shape, generator=generator).float().sort(dim=-1).values
         tokens = torch.arange(growth.top_k).expand(shape) + 100 * (level + 1)
         offered.append([tokens, logprobs])
-        pool.add(tokens, logprobs)
-    return pool.trees(torch.full((requests,), 7)), offered
+        pool.add(tokens, logprobs, logprobs.exp())
+    return pool.trees(torch.full((requests,), 7))[0], offered
 
 
 @pytest.mark.parametrize(("size", "depth", "top_k"), [(1, 1, 1), (4, 4, 1), (25, 5, 8), (60, 6, 10), (63, 2, 8), (7, 3, 3)])

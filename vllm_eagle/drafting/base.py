@@ -68,6 +68,26 @@ class HeadCache(Protocol):
         ...
 
 
+class Pricing(Protocol):
+    """Decide what is worth drafting (`control/`); without one a drafter grows every tree to its full size."""
+
+    def begin(self, positions: int) -> None:
+        """Hear that a drafting starts whose first pass reads `positions`."""
+        ...
+
+    def calibrate(self, probabilities: NDArray[np.float32], level: int) -> NDArray[np.float32]:
+        """Return the acceptance expected of nodes of `level` (0: the root's children), given the head's probabilities."""
+        ...
+
+    def deeper(self, level: int, values: NDArray[np.float32]) -> bool:
+        """Decide whether to run the head over a frontier of values [R, F], nodes of `level` (1: the root's children)."""
+        ...
+
+    def choose(self, values: NDArray[np.float32], depths: NDArray[np.int32], others: int) -> list[int]:
+        """Return how many nodes of each request to keep, from their values and depths [R, N]; `others` rows stand beside."""
+        ...
+
+
 class Drafter(Protocol):
     """Propose trees."""
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_eagle.drafting.base import HeadCache, Known
+from vllm_eagle.drafting.base import HeadCache, Known, Pricing
 from vllm_eagle.drafting.candidates import DraftVocabulary
 from vllm_eagle.drafting.noise import Draws
 from vllm_eagle.heads import AnyHead
@@ -27,12 +28,15 @@ class HeadDrafter:
         embed: Callable[[Tensor], Tensor],
         candidates: DraftVocabulary,
         growth: Growth,
+        pricing: Pricing | None = None,
     ) -> None:
         """`embed` maps tokens [n] to [n, D]; `candidates` read tokens out of the head's features."""
-        self.head, self.embed, self.candidates, self.growth = head, embed, candidates, growth
+        self.head, self.embed, self.candidates, self.growth, self.pricing = head, embed, candidates, growth, pricing
 
     def draft(self, known: Known, cache: HeadCache) -> list[DraftTree]:
-        """Return one tree per request, each cut to its room."""
+        """Return one tree per request, each cut to its room, and to what pays."""
+        if self.pricing is not None:
+            self.pricing.begin(len(known.positions))
         fused = self.head.fuse(known.features)  # [T, D]
         predicted = self.head(self.embed(known.next_tokens), fused, known.positions, cache.attend_known)  # [T, D]
         drafting = torch.tensor([r for r, room in enumerate(known.rooms) if room > 0])  # the rest: K/V written, no tree
@@ -41,18 +45,24 @@ class HeadDrafter:
             ends = known.ends[drafting]
             level = _Level(self.head, self.growth, cache, drafting, known.positions[ends], predicted.dtype)
             draws = None if known.draws is None else known.draws.of(drafting)
-            grown = self._grow(predicted[ends], known.next_tokens[ends], level, draws)
-            for r, tree in zip(drafting.tolist(), grown, strict=True):
-                trees[r] = tree.prefix(known.rooms[r])
+            grown, values = self._grow(predicted[ends], known.next_tokens[ends], level, draws)
+            sizes = [self.growth.size] * len(grown)
+            if self.pricing is not None:
+                depths = np.stack([tree.depths[1:] for tree in grown])
+                sizes = self.pricing.choose(values.exp().numpy(), depths, len(trees) - len(grown))
+            for r, tree, size in zip(drafting.tolist(), grown, sizes, strict=True):
+                trees[r] = tree.prefix(min(size, known.rooms[r]))
         return trees
 
-    def _grow(self, features: Tensor, roots: Tensor, level: _Level, draws: Draws | None) -> list[DraftTree]:
-        """Grow the trees of some requests from the features predicted for their roots [R, D]."""
+    def _grow(self, features: Tensor, roots: Tensor, level: _Level, draws: Draws | None) -> tuple[list[DraftTree], Tensor]:
+        """Grow the trees of some requests from the features predicted for their roots [R, D]; log values [R, N] beside them."""
         pool = CandidatePool(self.growth, len(roots))
         parents = features.unsqueeze(1)  # [R, F, D] predicted features of the frontier: the root's
         self._offer(pool, parents, draws)
-        for _ in range(1, self.growth.depth):
+        for depth in range(1, self.growth.depth):
             tokens, slots = pool.expand()
+            if self.pricing is not None and not self.pricing.deeper(depth, pool.values.exp().numpy()):
+                break
             parents = parents.gather(1, slots.unsqueeze(-1).expand(-1, -1, parents.shape[-1]))  # [R, F, D]
             parents = level.step(self.embed(tokens.reshape(-1)), parents, slots)
             self._offer(pool, parents, draws)
@@ -62,7 +72,10 @@ class HeadDrafter:
         """Give the pool the best children of every frontier node, from its predicted feature [R, F, D]."""
         requests, frontier, _ = features.shape
         tokens, logprobs = self.candidates(features.flatten(0, 1), self.growth.top_k, draws, pool.level)
-        pool.add(tokens.view(requests, frontier, -1), logprobs.view(requests, frontier, -1))
+        guesses = logprobs.clamp(max=0.0).exp()
+        if self.pricing is not None:
+            logprobs = torch.from_numpy(self.pricing.calibrate(guesses.numpy(), pool.level)).log()
+        pool.add(*(x.view(requests, frontier, -1) for x in (tokens, logprobs, guesses)))
 
 
 class _Level:

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 
-from vllm_eagle.config import KEY
+from vllm_eagle.config import AUTO, KEY
 from vllm_eagle.errors import EagleError
 from vllm_eagle.speculate import speculate
 
@@ -37,9 +37,18 @@ def _count(text: str) -> int:
     return value
 
 
+def _count_or_auto(text: str) -> int | str:
+    return text if text == AUTO else _count(text)
+
+
 _FLAGS = (
     ("--speculative-model", str, "HEAD", "Folder of the EAGLE head; this alone switches trees on."),
-    ("--speculative-tree-size", _count, "N", "Most nodes drafted per request and step (default: 25). Fewer at high load."),
+    (
+        "--speculative-tree-size",
+        _count_or_auto,
+        "N",
+        "Most nodes drafted per request and step (default: 25), or 'auto': as many as pay at the current load, or none.",
+    ),
     ("--speculative-tree-depth", _count, "N", "Levels of the tree, each one pass of the head (default: 5)."),
     ("--speculative-tree-top-k", _count, "N", "Nodes expanded per level, and candidates of each (default: 8)."),
     (

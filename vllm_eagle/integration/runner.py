@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +16,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_eagle import envs
 from vllm_eagle.attention import TreeAttention
-from vllm_eagle.drafting import Known
+from vllm_eagle.control import Controller
+from vllm_eagle.drafting import HeadDrafter, Known
 from vllm_eagle.integration.attention import Trees
 from vllm_eagle.integration.backlog import Backlog
 from vllm_eagle.integration.head_cache import PagedHeadCache
 from vllm_eagle.integration.limits import room, wished_size
+from vllm_eagle.integration.pace import Pace, measure_costs
 from vllm_eagle.integration.proposer import TreeProposer
 from vllm_eagle.integration.sampling import (
     LevelSampler,
@@ -54,6 +57,7 @@ class TreeRunner(CPUModelRunner):
         self._metadata: dict[str, Any] = {}
         self._warned = False
         self._backlog = Backlog()
+        self._pace: Pace | None = None  # trees of a fixed size have none
         self._failed: set[str] = set()  # requests whose drafting failed, each told of once
         self._watch = AcceptanceWatch(self.drafter.options.model)
         self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
@@ -65,6 +69,14 @@ class TreeRunner(CPUModelRunner):
         self.tree_attention = choose_attention(self.compilation_config.static_forward_context)
         self.drafter.bind(self)
 
+    def measure(self) -> None:
+        """Measure what steps cost, where trees follow the load."""
+        drafter = self.drafter.drafter
+        if self.drafter.options.adaptive and isinstance(drafter, HeadDrafter):
+            growth = drafter.growth
+            drafter.pricing = controller = Controller(measure_costs(self, drafter), growth.size, growth.depth)
+            self._pace = Pace(controller)
+
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
         self._trees.pop(req_id, None)
@@ -74,6 +86,8 @@ class TreeRunner(CPUModelRunner):
     # Before the forward pass -------------------------------------------------------------------------------------
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        if self._pace is not None:
+            self._pace.begin_step()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         count, total = self.input_batch.num_reqs, scheduler_output.total_num_scheduled_tokens
         drafts, kept = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.kept_rows
@@ -204,13 +218,28 @@ class TreeRunner(CPUModelRunner):
         assert step is not None
         known = self._backlog.join(self._known(step, sampled_token_ids, hidden_states))
         try:
-            trees = self.drafter.drafter.draft(known, PagedHeadCache(self, known))
+            trees = self._draft(step, known)
         except Exception:
             self._report_failure(known.request_ids)
-            self._backlog.keep(known)
-            trees = [DraftTree.build([root], [-1]) for root in known.roots.tolist()]
+            trees = self._postpone(known)
         self._trees.update(zip(known.request_ids, trees, strict=True))
+        if self._pace is not None:
+            self._pace.end_step()
         return [tree.nodes for tree in trees]
+
+    def _draft(self, step: Step, known: Known) -> list[DraftTree]:
+        if self._pace is not None:
+            self._pace.verified(step)
+            if not self._pace.asks_for_drafts(step, known):
+                if not self._pace.must_read(step, known):
+                    return self._postpone(known)
+                known = dataclasses.replace(known, rooms=[0] * len(known.rooms))
+        return self.drafter.drafter.draft(known, PagedHeadCache(self, known))
+
+    def _postpone(self, known: Known) -> list[DraftTree]:
+        """Draft nothing now, at no cost; the head reads what it missed before its next drafts."""
+        self._backlog.keep(known)
+        return [DraftTree.build([root], [-1]) for root in known.roots.tolist()]
 
     def _report_failure(self, requests: Sequence[str]) -> None:
         fresh = [request for request in requests if request not in self._failed]

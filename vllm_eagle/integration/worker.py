@@ -6,6 +6,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_eagle.errors import EagleError
 from vllm_eagle.integration import ledger
@@ -30,3 +31,9 @@ class CPUTreeWorker(CPUWorker):
             raise EagleError(f"trees need vLLM's V1 CPU runner, not {type(self.model_runner).__name__}")
         self.model_runner.__class__ = TreeRunner
         self.model_runner.adopt()
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Measure, once everything is loaded and compiled, what steps cost here."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.measure()
+        return times

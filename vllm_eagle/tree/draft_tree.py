@@ -10,6 +10,7 @@ whoever is short of room cuts the tail. `N` rows, the root included.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class DraftTree:
     parents: NDArray[np.int32]  # [N], -1 for the root
     depths: NDArray[np.int32]  # [N], 0 for the root
     words: NDArray[np.int64]  # [N], bit j set: row j is the row itself or an ancestor
+    guesses: NDArray[np.float32] | None = None  # [N], the drafter's probability of each row after its parent, if it has one
 
     @classmethod
     def build(cls, tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
@@ -72,12 +74,14 @@ class DraftTree:
         if nodes >= self.size:
             return self
         end = nodes + 1
-        return DraftTree(self.tokens[:end], self.parents[:end], self.depths[:end], self.words[:end])
+        guesses = None if self.guesses is None else self.guesses[:end]
+        return DraftTree(self.tokens[:end], self.parents[:end], self.depths[:end], self.words[:end], guesses)
 
     def subset(self, rows: Sequence[int]) -> DraftTree:
         """Return the tree of some rows, ascending and with all their ancestors; raises `TreeError` if one is missing."""
         place = {row: i for i, row in enumerate(rows)} | {-1: -1}
-        return DraftTree.build([int(self.tokens[row]) for row in rows], [place.get(int(self.parents[row]), -2) for row in rows])
+        tree = DraftTree.build([int(self.tokens[row]) for row in rows], [place.get(int(self.parents[row]), -2) for row in rows])
+        return tree if self.guesses is None else dataclasses.replace(tree, guesses=self.guesses[np.asarray(rows)])
 
     def children(self) -> list[list[int]]:
         """Return each row's children [N], in row order."""

@@ -24,10 +24,14 @@ class CandidatePool:
         self._tokens: list[Tensor] = []
         self._values: list[Tensor] = []
         self._parents: list[Tensor] = []
+        self._guesses: list[Tensor] = []
         self._size = self._start = self._width = 0
 
-    def add(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Take the best `k` children of every frontier node: tokens [R, F, k], log-probabilities [R, F, k]."""
+    def add(self, tokens: Tensor, logprobs: Tensor, guesses: Tensor) -> None:
+        """Take the best `k` children of every frontier node: tokens [R, F, k], log-probabilities [R, F, k] to rank by.
+
+        `guesses` [R, F, k] are the head's own probabilities, which stay with the nodes.
+        """
         requests, _, self._width = tokens.shape
         # A probability is at most 1; rounding must not make a child worth more than its parent.
         values = self._value.unsqueeze(-1) + logprobs.clamp(max=0.0)
@@ -35,6 +39,7 @@ class CandidatePool:
         self._start = self._size
         self._tokens.append(tokens.reshape(requests, -1))
         self._values.append(values.reshape(requests, -1))
+        self._guesses.append(guesses.reshape(requests, -1))
         self._parents.append(self.frontier.repeat_interleave(self._width, dim=1))
         self._size += self._tokens[-1].shape[1]
 
@@ -56,19 +61,28 @@ class CandidatePool:
             candidate = int(parents[candidate])
         return found[::-1]
 
-    def trees(self, roots: Tensor) -> list[DraftTree]:
-        """Keep what the policy keeps; `roots` [R] are the certain tokens the trees hang from."""
-        tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)  # [R, P]
-        kept = self.growth.keep(torch.cat(self._values, 1))  # [R, N]
+    @property
+    def values(self) -> Tensor:
+        """Return the log path values [R, F] of the frontier."""
+        return self._value
+
+    def trees(self, roots: Tensor) -> tuple[list[DraftTree], Tensor]:
+        """Keep what the policy keeps: trees, and the log path values [R, N] of their nodes.
+
+        `roots` [R] are the certain tokens the trees hang from.
+        """
+        tokens, parents, values = torch.cat(self._tokens, 1), torch.cat(self._parents, 1), torch.cat(self._values, 1)  # [R, P]
+        kept = self.growth.keep(values)  # [R, N]
         requests, nodes = kept.shape
         rows = torch.arange(1, nodes + 1).expand(requests, -1)
         row_of = torch.zeros(requests, tokens.shape[1] + 1, dtype=torch.long)  # column 0 is the root's, row 0
         row_of.scatter_(1, kept + 1, rows)
         parent = row_of.gather(1, parents.gather(1, kept) + 1)  # [R, N] rows
-        return _assemble(roots, tokens.gather(1, kept), parent)
+        guesses = torch.cat(self._guesses, 1).gather(1, kept)
+        return _assemble(roots, tokens.gather(1, kept), parent, guesses), values.gather(1, kept)
 
 
-def _assemble(roots: Tensor, tokens: Tensor, parent: Tensor) -> list[DraftTree]:
+def _assemble(roots: Tensor, tokens: Tensor, parent: Tensor, guesses: Tensor) -> list[DraftTree]:
     """Derive depths and ancestor words by walking all rows up together, once per level."""
     requests, nodes = tokens.shape
     all_tokens = torch.cat((roots.unsqueeze(1), tokens), 1)  # [R, 1+N]
@@ -83,5 +97,6 @@ def _assemble(roots: Tensor, tokens: Tensor, parent: Tensor) -> list[DraftTree]:
         at, here = here, up.gather(1, here)
     parents = up.clone()
     parents[:, 0] = -1
-    columns = (all_tokens.int().numpy(), parents.int().numpy(), depths.int().numpy(), words.numpy())
+    own = torch.cat((torch.ones(requests, 1), guesses), 1)
+    columns = (all_tokens.int().numpy(), parents.int().numpy(), depths.int().numpy(), words.numpy(), own.float().numpy())
     return [DraftTree(*(column[r] for column in columns)) for r in range(requests)]

@@ -1,0 +1,110 @@
+"""Trees that follow the load: ids stay, the head rests in steps without drafts, and catches up before it drafts again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.integration.harness import cached, counters, engine, generate, greedy, prompts, runner_of, since, watching
+from vllm_eagle import speculate
+from vllm_eagle.integration import pace
+from vllm_eagle.testing import tiny_head, tiny_target
+
+LENGTHS = [5, 70, 33, 18, 9]
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a head that guesses right now and then."""
+    root = tmp_path_factory.mktemp("models")
+    return tiny_target(root / "target", damping=0.002), tiny_head(root / "head", copies=True)
+
+
+@pytest.fixture(scope="module")
+def base(folders: tuple[str, str]) -> LLM:
+    return engine(folders[0])
+
+
+@pytest.fixture(scope="module")
+def auto(base: LLM, folders: tuple[str, str]) -> LLM:
+    return engine(folders[0], max_num_batched_tokens=64, **speculate(folders[1], tree_size="auto", tree_depth=4, tree_top_k=3))
+
+
+def script(llm: LLM, monkeypatch: pytest.MonkeyPatch, decide: Any) -> None:
+    """Let `decide(call)` say whether a step drafts, and keep every node."""
+    controller = runner_of(llm)._pace.controller
+    calls = iter(range(10**6))
+    monkeypatch.setattr(controller, "worthwhile", lambda *args: decide(next(calls)))
+    monkeypatch.setattr(controller, "deeper", lambda *args: True)
+    monkeypatch.setattr(controller, "choose", lambda values, depths, others: [values.shape[1]] * len(values))
+
+
+def test_ids_stay(base: LLM, auto: LLM) -> None:
+    """Catches a tree cut, skipped or postponed in a way that reaches the text; prompts come in chunks."""
+    asked = prompts(LENGTHS)
+    sampled = [SamplingParams(temperature=0.8 * (r % 2), seed=r, max_tokens=TOKENS, ignore_eos=True) for r in range(len(asked))]
+    for params in ([greedy(TOKENS)] * len(asked), sampled):
+        assert generate(auto, asked, params) == generate(base, asked, params)
+
+
+@pytest.mark.parametrize("late", [pace.LATE, 3])
+def test_drafting_on_and_off(base: LLM, auto: LLM, monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    """Catches drafts made of stale features after steps without, and a pass of the head in those steps."""
+    asked = prompts(LENGTHS)
+    monkeypatch.setattr(pace, "LATE", late)
+    script(auto, monkeypatch, lambda call: call % 7 == 6)
+    passes: list[bool] = []
+    with watching(auto, lambda known, trees: passes.append(any(tree.size for tree in trees))):
+        before = counters(auto)
+        got = generate(auto, asked, greedy(TOKENS))
+    assert got == generate(base, asked, greedy(TOKENS))
+    assert since(before, counters(auto))["drafts"] > 5
+    assert len(passes) < 30  # of more than 40 steps; those that read prompts, or fell behind, are among them
+    assert 0 < sum(passes) < len(passes)
+
+
+def test_the_head_catches_up(auto: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches holes in the head's K/V where steps were done without it."""
+    found = []
+    for every in (5, 1):
+        script(auto, monkeypatch, lambda call, every=every: call % every == every - 1)  # type: ignore[misc]
+        auto.llm_engine.add_request("x", {"prompt_token_ids": prompts(LENGTHS)[1]}, greedy(TOKENS))
+        while True:
+            auto.llm_engine.step()
+            (request,) = runner_of(auto).requests
+            batch = runner_of(auto).input_batch
+            count = int(batch.num_tokens_no_spec[batch.req_id_to_index[request]])
+            if count >= LENGTHS[1] + 12 and not len(runner_of(auto)._backlog):
+                break
+        found.append(cached(auto, request, LENGTHS[1] + 11))
+        auto.llm_engine.abort_request(["x"])
+        generate(auto, [[5]], greedy(1))
+    heads = [name for name in found[0] if name.startswith("eagle_head")]
+    assert heads
+    for name in heads:
+        for got, wanted in zip(found[0][name], found[1][name], strict=True):
+            assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max().clamp(min=1)
+
+
+def test_costs_are_measured(auto: LLM) -> None:
+    """Catches a controller that decides on numbers nobody measured."""
+    costs = runner_of(auto)._pace.controller.costs
+    assert 0 < float(costs.verify(1)) <= float(costs.verify(64))
+    assert 0 < float(costs.level(1)) <= float(costs.level(64))
+    assert costs.rest > 0
+    assert len(costs.verify._all) > 10  # steps corrected it
+
+
+def test_a_useless_head_is_given_up(target: str, tmp_path: Path) -> None:
+    """Catches drafts, and rows of the target, spent on a head that is never right (scenario 40)."""
+    llm = engine(target, **speculate(tiny_head(tmp_path / "head"), tree_size="auto"))
+    generate(llm, prompts(LENGTHS), greedy(150))
+    before = counters(llm)
+    generate(llm, prompts(LENGTHS), greedy(300))
+    spent = since(before, counters(llm))
+    assert spent["drafts"] < 0.1 * 300 * len(LENGTHS)
+    assert spent["draft_tokens"] < 0.1 * 300 * len(LENGTHS)
