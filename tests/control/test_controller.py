@@ -186,5 +186,5 @@ def test_as_fast_as_the_best_fixed_tree(machine: str, kind: str, requests: int) 
     best = max(fixed.values())
     got = rate(Controller(place.costs(error=1.5), GROWTH.size, GROWTH.depth, clock=lambda: place.now), 400 + 800 // requests)
     print(f"{machine:8} {kind:9} {requests:3}  plain {plain:7.1f}  fixed {best / plain:5.2f}  auto {got / plain:5.2f}")
-    assert got >= 0.97 * plain
+    assert got >= 0.98 * plain
     assert got >= 0.95 * best

@@ -48,7 +48,7 @@ class Controller:
         self._levels, self._width = limits.astype(np.float64), 2.0  # levels they really had; frontier nodes of a level
         self._idle = self._busy = 0  # steps without drafts, steps with, since that last changed
         self._rate = self._price = self._drafting = 0.0  # the going rate, tokens a row must bring, seconds a drafting takes
-        self._limit, self._probing = depth, False
+        self._limit, self._planned, self._probing = depth, 0, False  # of the next trees
         self._running: tuple[Curve, int, float] | None = None  # what the head is doing: its curve, rows, and begin
         self._frontiers: list[int] = []
 
@@ -68,7 +68,7 @@ class Controller:
         drafted = float(rates[level, best])
         self._rate, self._drafting, self._limit = max(plain, drafted), float(drafting[level]), level + 1
         self._price = self._rate * (float(verify[best]) - rows / plain) / float(kept[best])
-        self._probing = drafted <= (1 + MARGIN) * plain
+        self._planned, self._probing = int(kept[best]), drafted <= (1 + MARGIN) * plain
         if not self._probing:
             self._idle, self._busy = 0, self._busy + 1
             return self._busy % CHECK != 0
@@ -113,7 +113,7 @@ class Controller:
         seconds = self.costs.verify(requests + others + np.arange(order.size + 1)) + self.costs.rest + self._drafting
         best = int((expected / seconds).argmax())
         if self._probing:
-            best = max(best, min(requests, order.size))
+            best = max(best, min(self._planned, order.size))
         return [int(count) for count in (values >= order[best - 1]).sum(1)] if best else [0] * requests
 
     def _remember(self, values: NDArray[np.float32], depths: NDArray[np.int32]) -> None:

@@ -1,0 +1,41 @@
+"""Curves of seconds: measured at start-up, corrected by steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_eagle.control import Curve
+from vllm_eagle.control.costs import RECENT
+
+
+def test_between_and_beyond_the_measured_rows() -> None:
+    """Catches a step of a size nobody measured priced at nothing, or as the largest measured."""
+    curve = Curve([1, 4, 8], [10.0, 40.0, 60.0])
+    assert curve([1, 2.5, 4, 6, 8, 16]).tolist() == [10, 25, 40, 50, 60, 100]
+    assert float(Curve([4], [7.0])(9)) == 7
+
+
+def test_more_rows_never_cost_less() -> None:
+    """Catches a measurement disturbed by a neighbour that makes larger trees look free."""
+    assert Curve([1, 2, 4], [30.0, 10.0, 40.0])([1, 2, 3, 4]).tolist() == [30, 30, 35, 40]
+
+
+def test_steps_correct_the_curve_where_they_were_and_its_level_elsewhere() -> None:
+    """Catches a start-up measured on a busy machine that is believed for ever."""
+    curve = Curve([1, 8, 64], [10.0, 20.0, 30.0])
+    for _ in range(5):
+        curve.observe(1, 20.0)
+    assert curve([1, 8, 64]).tolist() == [20, 40, 60]
+    for _ in range(5):
+        curve.observe(9, 3 * float(np.interp(9, [8, 64], [20, 30])))
+    assert float(curve(1)) == 20
+    assert float(curve(8)) == pytest.approx(60)
+
+
+def test_a_disturbed_step_is_shrugged_off() -> None:
+    """Catches averages, in which one step that took a hundred times longer decides the next hundred."""
+    curve = Curve([1, 8], [10.0, 20.0])
+    for step in range(3 * RECENT):
+        curve.observe(1, 10.0 if step % 3 else 1000.0)
+    assert float(curve(1)) == 10
