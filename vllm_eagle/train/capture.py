@@ -36,7 +36,7 @@ class CaptureConfig:
 
 
 def capture(config: CaptureConfig, target: Target) -> CaptureReport:
-    """Capture every answer not captured yet; raises `EagleError` when fewer than 99.9 % of the argmaxes are reproduced."""
+    """Capture every answer not captured yet; raises `EagleError` where stored features fail the argmax check."""
     answers, skipped = read_all(config.answers)
     writer = ShardWriter(config.out, config.aux_layers, config.rows_per_shard)
     usable = [answer for answer in answers if _fits(answer, config, target, writer.report)]

@@ -38,6 +38,11 @@ class CaptureReport:
     checked: int = 0
     reproduced: int = 0
 
+    @property
+    def holds(self) -> bool:
+        """Tell whether the argmax was reproduced on 99.9 %; two misses are let pass, as a few answers may hold near ties."""
+        return self.checked - self.reproduced <= max(2, 0.001 * self.checked)
+
     def __str__(self) -> str:
         skipped = f"skipped: {self.too_long} too long, {self.foreign} with tokens outside the vocabulary"
         if not self.checked:
@@ -70,7 +75,7 @@ class ShardWriter:
         return answer.fingerprint() in self._keys
 
     def add(self, answer: Answer, captured: Captured) -> None:
-        """Take one answer unless an equal one is there; raises `EagleError` when under 99.9 % of argmaxes are reproduced."""
+        """Take one answer unless an equal one is there; raises `EagleError` where a shard's features fail the argmax check."""
         if answer in self or not answer.out_ids:
             return
         self._keys.add(answer.fingerprint())
@@ -88,7 +93,7 @@ class ShardWriter:
         group, self._waiting = self._waiting, []
         number = max((int(path.stem.split("-")[1]) for path in shard_paths(self._folder)), default=-1) + 1
         path = self._folder / f"features-{number:05d}.safetensors"
-        if self.report.reproduced < 0.999 * self.report.checked:
+        if not self.report.holds:
             raise EagleError(f"{path} not written: {self.report}; the features are not what the LM head reads")
         self._folder.mkdir(parents=True, exist_ok=True)
         examples = [captured.example for _, captured in group]
