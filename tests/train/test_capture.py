@@ -104,7 +104,7 @@ def test_auxiliary_states_of_other_layers_are_refused(toy_target: Target, toy_an
     assert captured_layers(tmp_path / "nowhere") is None
     with pytest.raises(EagleError, match="holds states of layers 0,1,2, the head reads 0,0,2; capture into another folder"):
         read_examples(tmp_path, (0, 0, 2))
-    with pytest.raises(EagleError, match=r"this capture adds \(none\); use the same --aux-layers or another --out"):
+    with pytest.raises(EagleError, match=r"this capture adds \(none\); use the same --aux-layers or another folder"):
         capture(replace(config, aux_layers=()), toy_target)
 
 

@@ -58,6 +58,7 @@ def head(chatty: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = train("--model", chatty, "--prompts", out / "prompts.jsonl", "--out", out, "--max-tokens", 48)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "\n0 answer tokens captured" in done.stdout, "the engine, in a process of its own, has left answers to capture"
     return out / "fit" / "head"
 
 

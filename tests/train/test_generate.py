@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_eagle.errors import EagleError
 from vllm_eagle.train.answers import Answer, Question, read_answers
+from vllm_eagle.train.capture import CaptureConfig, capture
+from vllm_eagle.train.features import Example, read_examples, shard_paths
 from vllm_eagle.train.generate import GenerateConfig, generate
+from vllm_eagle.train.shards import Captured
+from vllm_eagle.train.target import Target
 
 
 class LetterTokenizer:
@@ -35,13 +41,21 @@ class Echo:
         self.asked: list[Question] = []
         self.patience = patience
 
-    def __call__(self, questions: Iterable[Question]) -> Iterator[Answer]:
+    def __call__(self, questions: Iterable[Question], capture: bool) -> Iterator[tuple[Answer, Captured | None]]:
         for question in questions:
             if len(self.asked) == self.patience:
                 raise KeyboardInterrupt
             self.asked.append(question)
             out = tuple(decode([ord("a") + len(self.asked) % 7]).encode())
-            yield Answer(question.id, question.prompt_ids, out, question.temperature)
+            answer = Answer(question.id, question.prompt_ids, out, question.temperature)
+            yield answer, zeros(answer) if capture else None
+
+
+def zeros(answer: Answer) -> Captured:
+    """Make states up that cannot be those of a target."""
+    length, out = len(answer.token_ids), len(answer.out_ids)
+    best = torch.zeros(out, 16)
+    return Captured(Example(torch.tensor(answer.token_ids), torch.zeros(length - 1, 32).half(), best.long(), best.half()))
 
 
 def _prompts(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -62,6 +76,42 @@ def test_a_killed_run_asks_only_what_is_open(tmp_path: Path) -> None:
     generate(GenerateConfig(tmp_path / "whole", prompts), LetterTokenizer(), decode, whole)
     assert [q.temperature for q in whole.asked] == [q.temperature for q in first.asked + second.asked]
     assert {q.temperature for q in whole.asked} == {0.0, 0.8}
+
+
+def test_a_kill_while_capturing_loses_nothing(toy_target: Target, tmp_path: Path) -> None:
+    """Catches features without their answer, answers whose features never come, and answers captured twice."""
+    prompts = _prompts(tmp_path / "p.jsonl", [{"prompt": f"question {i}"} for i in range(70)])
+
+    def config(folder: Path) -> GenerateConfig:
+        return GenerateConfig(folder / "answers", prompts, capture=folder / "features")
+
+    class Watched(Echo):
+        """Copy what lies on disk once 68 answers are there: what a kill would leave."""
+
+        def __call__(self, questions: Iterable[Question], capture: bool) -> Iterator[tuple[Answer, Captured | None]]:
+            for number, answered in enumerate(super().__call__(questions, capture)):
+                if number == 68:
+                    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+                yield answered
+
+    generate(config(tmp_path / "whole"), LetterTokenizer(), decode, Watched())
+    killed, again = config(tmp_path / "killed"), Echo()
+    assert killed.capture is not None
+    assert (len(list(read_answers(killed.out))), len(read_examples(killed.capture))) == (68, 64)
+    summary = generate(killed, LetterTokenizer(), decode, again)
+    assert (len(again.asked), len(shard_paths(killed.capture))) == (2, 2)
+    assert "2 answer tokens captured" in summary
+    assert capture(CaptureConfig((killed.out,), killed.capture), toy_target).tokens == 4
+    captured = [tuple(example.tokens.tolist()) for example in read_examples(killed.capture)]
+    assert sorted(captured) == sorted(answer.token_ids for answer in read_answers(killed.out))
+    assert len(captured) == 70
+
+
+def test_only_answers_are_captured(tmp_path: Path) -> None:
+    """Catches a data set with the questions the target wrote to itself, out of a conversation nobody has."""
+    generate(GenerateConfig(tmp_path, self_prompted=9, capture=tmp_path / "f"), LetterTokenizer(), decode, Echo())
+    answers = {answer.token_ids for answer in read_answers(tmp_path)}
+    assert {tuple(example.tokens.tolist()) for example in read_examples(tmp_path / "f")} == answers
 
 
 def test_bad_prompts_are_skipped_and_counted(tmp_path: Path) -> None:

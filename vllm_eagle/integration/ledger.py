@@ -89,6 +89,13 @@ TOUCHES = (
     Touch("vllm.v1.sample.thinking_budget_state.ThinkingBudgetStateHolder.sync_batch", "overridden, calls super",
           "a request moved to a finished one's row inherits its thinking budget; and the walk counts without drafts",
           "vLLM clears the row", ("batch_update",)),
+    Touch(f"{_RUNNER}.sample_tokens", "overridden when answers are captured, calls super last",
+          "keeps hidden states and raw logits before the sampler changes them", "vLLM hands out hidden states of generation",
+          ("grammar_output",)),
+    Touch("vllm.v1.worker.gpu_model_runner.ExecuteModelState", "read there (scheduler_output, logits, hidden_states)",
+          "what a forward pass leaves for the sampler", "vLLM hands out hidden states of generation",
+          ("scheduler_output", "logits", "spec_decode_metadata", "spec_decode_common_attn_metadata", "hidden_states",
+           "sample_hidden_states", "aux_hidden_states", "ec_connector_output", "cudagraph_stats", "slot_mappings")),
     Touch("vllm._custom_ops.create_onednn_mm", "called", "the head's layers use vLLM's packed product", "stays"),
 )  # fmt: skip
 

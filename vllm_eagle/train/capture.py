@@ -16,8 +16,9 @@ from torch import Tensor
 from vllm_eagle.errors import EagleError
 from vllm_eagle.heads import AUX_STATES, default_aux_layers
 from vllm_eagle.train.answers import Answer, read_all
-from vllm_eagle.train.features import Example, captured_keys, captured_layers, shard_paths, write_shard
+from vllm_eagle.train.features import Example, best_tokens
 from vllm_eagle.train.progress import Progress
+from vllm_eagle.train.shards import CANDIDATES, CHECK_EVERY, Captured, CaptureReport, ShardWriter
 from vllm_eagle.train.target import Target
 
 
@@ -30,47 +31,26 @@ class CaptureConfig:
     rows_per_shard: int = 64
     batch_tokens: int = 4096
     max_length: int = 1024
-    candidates: int = 16
+    candidates: int = CANDIDATES
     aux_layers: tuple[int, ...] = ()
 
 
-@dataclass
-class CaptureReport:
-    """Count what was captured and how often the stored features give the target's own best token."""
-
-    tokens: int = 0
-    too_long: int = 0
-    foreign: int = 0
-    checked: int = 0
-    reproduced: int = 0
-
-    def __str__(self) -> str:
-        share = 100 * self.reproduced / max(1, self.checked)
-        return (
-            f"{self.tokens} answer tokens captured; stored features give the target's argmax on {share:.2f} % of "
-            f"{self.checked}; skipped: {self.too_long} too long, {self.foreign} with tokens outside the vocabulary"
-        )
-
-
 def capture(config: CaptureConfig, target: Target) -> CaptureReport:
-    """Capture every answer not captured yet; raises `EagleError` when fewer than 99.9 % of the argmaxes are reproduced."""
+    """Capture every answer not captured yet; raises `EagleError` where stored features fail the argmax check."""
     answers, skipped = read_all(config.answers)
-    report = CaptureReport()
-    usable = [answer for answer in answers if _fits(answer, config, target, report)]
-    done = captured_keys(config.out)
-    todo = [answer for answer in usable if answer.fingerprint() not in done]
+    writer = ShardWriter(config.out, config.aux_layers, config.rows_per_shard)
+    usable = [answer for answer in answers if _fits(answer, config, target, writer.report)]
+    todo = [answer for answer in usable if answer not in writer]
     if not usable:
-        raise EagleError(f"no usable answer in {', '.join(map(str, config.answers))} ({skipped}; {report})")
-    if (held := captured_layers(config.out)) not in (None, config.aux_layers):
-        raise EagleError(
-            f"{config.out} holds states of layers {held or '(none)'}, this capture adds {config.aux_layers or '(none)'}; "
-            f"use the same --aux-layers or another --out"
-        )
-    config.out.mkdir(parents=True, exist_ok=True)
+        raise EagleError(f"no usable answer in {', '.join(map(str, config.answers))} ({skipped}; {writer.report})")
     progress = Progress("features", len(usable), len(usable) - len(todo))
     for begin in range(0, len(todo), config.rows_per_shard):
-        _capture_shard(todo[begin : begin + config.rows_per_shard], config, target, report, progress)
-    return report
+        group = todo[begin : begin + config.rows_per_shard]
+        captured = _captured(group, config, target, progress)
+        for answer in group:
+            writer.add(answer, captured[answer.fingerprint()])
+    writer.close()
+    return writer.report
 
 
 def _fits(answer: Answer, config: CaptureConfig, target: Target, report: CaptureReport) -> bool:
@@ -81,22 +61,16 @@ def _fits(answer: Answer, config: CaptureConfig, target: Target, report: Capture
     return not long and not foreign
 
 
-def _capture_shard(
-    answers: Sequence[Answer], config: CaptureConfig, target: Target, report: CaptureReport, progress: Progress
-) -> None:
-    examples: dict[str, tuple[Example, Tensor]] = {}
+def _captured(answers: Sequence[Answer], config: CaptureConfig, target: Target, progress: Progress) -> dict[str, Captured]:
+    """Run the target over a group of answers; the result is keyed by their fingerprints."""
+    found: dict[str, Captured] = {}
     for bucket in buckets(answers, config.batch_tokens):
         states = target.states([answer.token_ids for answer in bucket], config.aux_layers)
         for answer, (feature, aux) in zip(bucket, states, strict=True):
-            example = _example(answer, feature, config.candidates, target, report)
-            examples[answer.fingerprint()] = example, _kept(aux, config.aux_layers)
+            kept = _kept(aux, config.aux_layers)
+            found[answer.fingerprint()] = _one(answer, feature, kept, config.candidates, target, len(found) % CHECK_EVERY == 0)
             progress.add(len(answer.out_ids))
-    number = max((int(path.stem.split("-")[1]) for path in shard_paths(config.out)), default=-1) + 1
-    path = config.out / f"features-{number:05d}.safetensors"
-    if report.reproduced < 0.999 * report.checked:
-        raise EagleError(f"{path} not written: {report}; the features are not what the LM head reads")
-    ordered = [examples[answer.fingerprint()] for answer in answers]
-    write_shard(path, answers, [example for example, _ in ordered], [aux for _, aux in ordered], config.aux_layers)
+    return found
 
 
 def buckets(answers: Sequence[Answer], batch_tokens: int) -> Iterator[list[Answer]]:
@@ -132,17 +106,13 @@ def _kept(aux: Tensor, layers: Sequence[int]) -> Tensor:
     return kept
 
 
-def _example(answer: Answer, feature: Tensor, candidates: int, target: Target, report: CaptureReport) -> Example:
+def _one(answer: Answer, feature: Tensor, aux: Tensor, candidates: int, target: Target, check: bool) -> Captured:
     """Keep features [T-1, D] and the best candidates after each of the A features that guide the answer."""
-    tokens = torch.tensor(answer.token_ids)
     kept = feature[:-1].half().cpu()
     guides = feature[len(answer.prompt_ids) - 1 : -1]  # [A, D]
-    logits = target.logits(guides)  # [A, V]
-    best = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
-    probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp()  # [A, K]
-    report.tokens += len(answer.out_ids)
-    if report.checked < 0.1 * report.tokens:  # a tenth of all tokens is evidence enough
-        again = target.logits(kept[len(answer.prompt_ids) - 1 :].to(guides.device)).argmax(-1)
-        report.checked += len(again)
-        report.reproduced += int((again == best.indices[:, 0]).sum())
-    return Example(tokens, kept, best.indices.cpu(), probs.half().cpu())
+    ids, probs = best_tokens(target.logits(guides), candidates)  # [A, K]
+    example = Example(torch.tensor(answer.token_ids), kept, ids.cpu(), probs.half().cpu())
+    if not check:
+        return Captured(example, aux)
+    again = target.logits(kept[len(answer.prompt_ids) - 1 :].to(guides.device)).argmax(-1)
+    return Captured(example, aux, len(again), int((again == ids[:, 0]).sum()))

@@ -14,13 +14,17 @@ from vllm_eagle.errors import EagleError
 
 if TYPE_CHECKING:
     from vllm_eagle.train.answers import Answer, Question
+    from vllm_eagle.train.shards import Captured
 
 _GENERATE = """\
 Let the target answer prompts with vLLM. A head learns to guess what THIS model says next, so it must be trained
 on the model's own answers; other people's text costs acceptance. Run it again at any time, also after a kill:
 what is answered already is kept and skipped.
 
-  example: vllm-eagle generate --model MODEL --prompts prompts.jsonl --out data/answers
+With --capture the features an EAGLE-1 head reads are kept as the answers are written, and capture has nothing left to
+do but what a kill took: half the work on a CPU.
+
+  example: vllm-eagle generate --model MODEL --prompts prompts.jsonl --out data/answers --capture data/features
   without prompts: vllm-eagle generate --model MODEL --self-prompt 2000 --out data/self
 """
 
@@ -90,6 +94,7 @@ def _add_generate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     cmd = _command(subparsers, "generate", _GENERATE)
     cmd.add_argument("--model", type=Path, required=True, help="folder of the target, Hugging Face layout")
     cmd.add_argument("--out", type=Path, required=True, help="folder for the answer shards; an existing one is resumed")
+    cmd.add_argument("--capture", type=Path, metavar="FOLDER", help="keep the features there, too (on a CPU, in float32)")
     _add_generation_options(cmd)
     cmd.set_defaults(run=_generate)
 
@@ -104,7 +109,11 @@ def _add_generation_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument("--max-tokens", type=int, default=300, help="longest answer")
     cmd.add_argument("--max-prompt-tokens", type=int, default=512, help="longer prompts are skipped and counted")
     cmd.add_argument("--batch", type=int, default=64, help="sequences at once: the larger, the more tokens a second")
-    cmd.add_argument("--dtype", default="auto", help="float32 is fastest on a CPU without bf16 arithmetic")
+    cmd.add_argument(
+        "--dtype",
+        default="auto",
+        help="float32 is fastest on a CPU without bf16 arithmetic; auto is float32 where features are captured on the way",
+    )
     cmd.add_argument("--seed", type=int, default=0, help="of the sampling; another one gives other answers")
 
 
@@ -121,18 +130,20 @@ def _generate(args: argparse.Namespace) -> None:
         temperatures=tuple(args.temperatures),
         max_prompt_tokens=args.max_prompt_tokens,
         max_tokens=args.max_tokens,
+        capture=args.capture,
     )
 
     @cache
     def target() -> Any:
         from vllm_eagle.integration.generate import start_target
 
-        return start_target(args.model, args.max_prompt_tokens + args.max_tokens, args.batch, args.dtype, args.seed)
+        longest = args.max_prompt_tokens + args.max_tokens
+        return start_target(args.model, longest, args.batch, args.dtype, args.seed, args.capture is not None)
 
-    def engine(asked: Iterable[Question]) -> Iterator[Answer]:
+    def engine(asked: Iterable[Question], capture: bool) -> Iterator[tuple[Answer, Captured | None]]:
         from vllm_eagle.integration.generate import stream_answers
 
-        return stream_answers(target(), asked, args.batch)
+        return stream_answers(target(), asked, args.batch, capture)
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))  # noqa: E731
@@ -250,9 +261,15 @@ def _train(args: argparse.Namespace) -> None:
     answers, features = args.out / "answers", args.out / "features"
     aux_layers = "auto" if read_settings(args.settings, args.set).recipe == "eagle3" else "off"
     longest = args.max_prompt_tokens + args.max_tokens
-    _generate(step(out=answers))
+    _generate(step(out=answers, capture=features if aux_layers == "off" and _can_capture(args.dtype) else None))
     _capture(step(answers=[answers], out=features, batch_tokens=4096, max_length=longest, aux_layers=aux_layers))
     _fit(step(features=[features], out=args.out / "fit"))
+
+
+def _can_capture(dtype: str) -> bool:
+    from vllm_eagle.integration.generate import can_capture
+
+    return can_capture(dtype)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -44,6 +44,12 @@ class Example:
         return self.top_ids.shape[0]
 
 
+def best_tokens(logits: Tensor, candidates: int) -> tuple[Tensor, Tensor]:
+    """Return the best tokens [N, K] of logits [N, V], best first, and their probabilities [N, K] at temperature 1."""
+    best = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
+    return best.indices, (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+
+
 def write_shard(
     path: Path, answers: Sequence[Answer], examples: Sequence[Example], aux: Sequence[Tensor], aux_layers: Sequence[int]
 ) -> None:

@@ -20,14 +20,18 @@ from vllm_eagle.train.prompts import (
     questions,
     read_prompts,
 )
+from vllm_eagle.train.shards import Captured, ShardWriter
 
-Engine = Callable[[Iterable[Question]], Iterator[Answer]]
-"""Called only when there is something to ask, so that a run with nothing left to do starts no model."""
+Engine = Callable[[Iterable[Question], bool], Iterator[tuple[Answer, Captured | None]]]
+"""Told whether to capture; called only when there is something to ask, so that a run with nothing to do starts no model."""
 
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Say what to answer and where to keep it; `prompts` None with `self_prompted` rows lets the target ask, too."""
+    """Say what to answer and where to keep it; `prompts` None with `self_prompted` rows lets the target ask, too.
+
+    With `capture` the features of the answers are kept in that folder, too.
+    """
 
     out: Path
     prompts: Path | None = None
@@ -37,6 +41,7 @@ class GenerateConfig:
     max_prompt_tokens: int = 512
     max_tokens: int = 300
     max_question_tokens: int = 128
+    capture: Path | None = None
 
     def __post_init__(self) -> None:
         if (self.prompts is None) == (self.self_prompted == 0):
@@ -48,6 +53,7 @@ class GenerateConfig:
 def generate(config: GenerateConfig, tokenizer: ChatTokenizer, decode: Callable[[list[int]], str], engine: Engine) -> str:
     """Answer what is not answered yet under `config.out`; return a one-line summary of what was done and left out."""
     report = PromptReport()
+    features = ShardWriter(config.capture) if config.capture is not None else None
     prompts = _prompts(config, tokenizer, decode, engine, report)
     if not prompts:
         raise EagleError(f"no usable prompt in {config.prompts or 'the self-prompted questions'} ({report})")
@@ -56,10 +62,12 @@ def generate(config: GenerateConfig, tokenizer: ChatTokenizer, decode: Callable[
     todo = questions(
         open_prompts, tokenizer, Temperatures(config.temperatures), config.max_prompt_tokens, config.max_tokens, report
     )
-    tokens = _write_all(config.out, _ask(engine, todo), Progress("answers", len(prompts), len(prompts) - len(open_prompts)))
+    progress = Progress("answers", len(prompts), len(prompts) - len(open_prompts))
+    tokens = _write_all(config.out, _ask(engine, todo, features is not None), progress, features)
     if not tokens and len(open_prompts) == len(prompts):
         raise EagleError(f"none of the prompts was answered ({report})")
-    return f"{tokens} new answer tokens in {config.out} ({report})"
+    captured = f"; {features.report}" if features is not None else ""
+    return f"{tokens} new answer tokens in {config.out} ({report}){captured}"
 
 
 def _prompts(
@@ -76,7 +84,7 @@ def _prompts(
     done = answered_ids(folder)
     openings = question_openings(tokenizer, (name for name in names if name not in done), config.max_question_tokens)
     progress = Progress("questions", len(names), len(done.intersection(names)))
-    _write_all(folder, _ask(engine, openings), progress)
+    _write_all(folder, _ask(engine, openings, False), progress)
     return _asked(folder, decode, report)
 
 
@@ -98,17 +106,27 @@ def _asked(folder: Path, decode: Callable[[list[int]], str], report: PromptRepor
     return list(prompts.values())
 
 
-def _ask(engine: Engine, asked: Iterator[Question]) -> Iterator[Answer]:
+def _ask(engine: Engine, asked: Iterator[Question], capture: bool) -> Iterator[tuple[Answer, Captured | None]]:
     for first in asked:
-        yield from engine(itertools.chain([first], asked))
+        yield from engine(itertools.chain([first], asked), capture)
 
 
-def _write_all(folder: Path, answers: Iterator[Answer], progress: Progress) -> int:
+def _write_all(
+    folder: Path,
+    answered: Iterator[tuple[Answer, Captured | None]],
+    progress: Progress,
+    features: ShardWriter | None = None,
+) -> int:
+    """Write each answer at once and its features a shard at a time: what a kill takes of these, `capture` makes up for."""
     writer = AnswerWriter(folder)
     try:
-        for answer in answers:
+        for answer, captured in answered:
             writer.write(answer)
+            if features is not None and captured is not None:
+                features.add(answer, captured)
             progress.add(len(answer.out_ids))
     finally:
         writer.close()
+        if features is not None:
+            features.close()
     return progress.tokens
