@@ -17,6 +17,7 @@ from vllm_eagle.attention import TreeAttention
 from vllm_eagle.drafting import Known
 from vllm_eagle.integration.attention import Trees
 from vllm_eagle.integration.head_cache import PagedHeadCache
+from vllm_eagle.integration.measures import COMMIT, DRAFT, VERIFY, Measures, timed
 from vllm_eagle.integration.proposer import TreeProposer
 from vllm_eagle.integration.sampling import (
     LevelSampler,
@@ -49,6 +50,7 @@ class TreeRunner(CPUModelRunner):
         self._step: Step | None = None  # from a step's inputs to its drafts
         self._metadata: dict[str, Any] = {}
         self._warned = False
+        self.seconds: dict[str, float] = {}  # of this step, by part
         self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +63,24 @@ class TreeRunner(CPUModelRunner):
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
         self._trees.pop(req_id, None)
+
+    # The whole step ----------------------------------------------------------------------------------------------
+
+    @timed(VERIFY)
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the target over roots and nodes."""
+        self.seconds = {}
+        return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Walk, commit and draft; what was measured leaves with the output."""
+        step, names = self._step, self.input_batch.req_ids
+        output = super().sample_tokens(grammar_output)
+        if step is not None:
+            depths = {names[r]: int(tree.depths.max()) for r, tree in enumerate(step.trees) if tree is not None}
+            seconds = {part: s for part, s in self.seconds.items() if depths or part != VERIFY}
+            output.measures = Measures([len(nodes) for nodes in self._draft_token_ids or [] if nodes], depths, seconds)
+        return output
 
     # Before the forward pass -------------------------------------------------------------------------------------
 
@@ -120,6 +140,7 @@ class TreeRunner(CPUModelRunner):
 
     # After it ----------------------------------------------------------------------------------------------------
 
+    @timed(VERIFY)
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         step = self._step
         assert step is not None and logits is not None
@@ -145,6 +166,7 @@ class TreeRunner(CPUModelRunner):
         if self._step.owners:
             self._commit(self._step)
 
+    @timed(COMMIT)
     def _commit(self, step: Step) -> None:
         """Write the accepted rows' K/V to the slots plain decoding would have used; the others were never written."""
         source, target = step.accepted()
@@ -176,6 +198,7 @@ class TreeRunner(CPUModelRunner):
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return True  # each tree is cut to its own room instead
 
+    @timed(DRAFT)
     def propose_draft_token_ids(
         self,
         scheduler_output: Any,
