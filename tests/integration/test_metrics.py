@@ -158,7 +158,9 @@ def observed(llm: LLM) -> dict[str, tuple[int, float]]:
     return {m.name.removeprefix(PREFIX) + m.labels.get("part", ""): (m.count, m.sum) for m in found}
 
 
-def test_80_counts_equal_a_hand_count(tree: LLM, written: list[list[int]], lines: list[str]) -> None:
+def test_80_counts_equal_a_hand_count(
+    tree: LLM, written: list[list[int]], lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches draft counts rebuilt from the configured size, padding counted, siblings counted as depths (scenario 80).
 
     Trees have 11 nodes on 4 levels where 12 are configured; token budget, length limit and ends of requests cut them.
@@ -167,6 +169,9 @@ def test_80_counts_equal_a_hand_count(tree: LLM, written: list[list[int]], lines
     texts = [prompt + out for prompt, out in zip(ASKED, written, strict=True)]  # trees reach beyond the end
     double = Counted(None, growth, texts=texts, depth=DEPTH, width=2, sibling=1, right_depth=[4, 2, 0, 3])
     before, ours = counters(tree), observed(tree)
+    manager, by_step = tree.llm_engine.logger_manager, []
+    record = manager.record
+    monkeypatch.setattr(manager, "record", lambda **stats: by_step.append(stats["scheduler_stats"]) or record(**stats))
     with drafting(tree, double), traced(tree) as trace:
         outs = tree.generate([{"prompt_token_ids": p} for p in ASKED], greedy(TOKENS), use_tqdm=False)
     seen, ours = since(before, counters(tree)), {n: (c - ours[n][0], s - ours[n][1]) for n, (c, s) in observed(tree).items()}
@@ -185,6 +190,9 @@ def test_80_counts_equal_a_hand_count(tree: LLM, written: list[list[int]], lines
     assert seen["draft_tokens"] == sum(verified)
     assert seen["accepted_tokens"] == sum(accepted)
     assert seen["accepted_tokens_per_pos"] == [sum(a > d for a in accepted) for d in range(SIZE)]
+    levels = [(nodes + 3) // 3 if nodes else 0 for nodes in verified]  # 2 nodes at depth 1, 3 at each depth below
+    found = [stats.spec_decoding_stats.num_draft_tokens_per_pos for stats in by_step if stats.spec_decoding_stats]
+    assert [sum(column) for column in zip(*found, strict=True)] == [sum(level > d for level in levels) for d in range(SIZE)]
     assert ours["drafted_nodes"] == (len(double.sizes), sum(double.sizes))
     assert ours["verified_nodes"] == (len(steps), sum(verified))
     assert ours["accepted_tokens"] == (len(steps), sum(accepted))
