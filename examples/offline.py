@@ -34,9 +34,10 @@ def main() -> None:
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
     for out in llm.chat(conversations, SamplingParams(temperature=0, max_tokens=arguments.tokens), use_tqdm=False):
         print(out.outputs[0].text)
-    counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    drafts, accepted = (counted[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
-    print(f"mean accepted length: {1 + accepted / max(1, drafts):.2f}")
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    drafts, accepted = (metrics[f"vllm:spec_decode_num_{name}"].value for name in ("drafts", "accepted_tokens"))
+    nodes = metrics["vllm:spec_decode_tree_drafted_nodes"]
+    print(f"mean accepted length: {1 + accepted / max(1, drafts):.2f}, trees of {nodes.sum / max(1, nodes.count):.1f} nodes")
 
 
 if __name__ == "__main__":

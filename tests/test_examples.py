@@ -56,7 +56,8 @@ def plain(folders: tuple[str, str]) -> list[str]:
 
 def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "1"}
+    return os.environ | {"PATH": path} | settings
 
 
 def test_offline(folders: tuple[str, str], repository: Path) -> None:
@@ -64,8 +65,9 @@ def test_offline(folders: tuple[str, str], repository: Path) -> None:
     script = [sys.executable, str(repository / "examples" / "offline.py"), "--model", folders[0], "--head", folders[1]]
     done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
-    (accepted,) = re.findall(r"mean accepted length: ([\d.]+)", done.stdout)
+    ((accepted, nodes),) = re.findall(r"mean accepted length: ([\d.]+), trees of ([\d.]+) nodes", done.stdout)
     assert float(accepted) > 1.0
+    assert 1.0 < float(nodes) <= 12.0
 
 
 @pytest.fixture(scope="module", params=["serve.sh", "serve_long_form.sh"])
@@ -75,6 +77,7 @@ def server(request: Any, folders: tuple[str, str], repository: Path, tmp_path_fa
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     command = [str(repository / "examples" / request.param), *folders, "--max-model-len", "256", "--port", str(port)]
+    command += ["--per-request-spec-decode-metrics", "summary"]
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, "--served-model-name", "tiny"], stdout=out, stderr=out, env=environment(), start_new_session=True
@@ -136,3 +139,70 @@ def test_server_takes_any_parameter(server: tuple[str, Path], plain: list[str]) 
     assert [answer["text"] for answer in answers] == plain[4:]
     assert re.fullmatch(REGEX, answers[0]["text"].replace(" ", "")) or answers[0]["finish_reason"] == "length"
     assert "ERROR" not in log.read_text()
+
+
+TEN = [" ".join(f"w{(7 * i + 3 * j) % 250 + 2}" for j in range(2 + 5 * i)) for i in range(10)]
+OURS = "vllm:spec_decode_tree_"
+
+
+@pytest.fixture(scope="module")
+def offline(folders: tuple[str, str]) -> tuple[list[list[int]], dict[str, float]]:
+    """What ten requests return in process, and what was counted; checked against what passed between scheduler and runner."""
+    from tests.integration.harness import counters, engine, greedy, traced
+    from vllm_eagle import speculate
+
+    llm = engine(folders[0], max_model_len=256, **speculate(folders[1], tree_size=12))
+    with traced(llm) as trace:
+        outs = llm.generate(TEN, greedy(40), use_tqdm=False)
+    ids, counted = [list(out.outputs[0].token_ids) for out in outs], counters(llm)
+    found = {m.name.removeprefix(OURS): m for m in llm.get_metrics() if m.name.startswith(OURS)}
+    counted |= {"discarded": found["discarded_tokens"].value}
+    counted |= {name: found[f"{name}_nodes"].sum for name in ("drafted", "verified")}
+    alone = sum(len(step.emitted) for step in trace if not step.nodes)
+    assert counted["drafts"] + counted["accepted_tokens"] + alone - counted["discarded"] == sum(map(len, ids)) == 400
+    assert counted["drafted"] >= counted["verified"] == counted["draft_tokens"] > counted["accepted_tokens"] > 0
+    del counted["accepted_tokens_per_pos"]
+    return ids, counted
+
+
+def scraped(url: str) -> dict[str, float]:
+    """Return every sample of /metrics by name, summed over its labels."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(
+        r"^(vllm:\w+)(?:\{.*\})? (\S+)$", urllib.request.urlopen(url + "/metrics").read().decode(), re.M
+    ):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def test_81_three_sources_agree(
+    server: tuple[str, Path], offline: tuple[list[list[int]], dict[str, float]], repository: Path
+) -> None:
+    """Catches numbers that are missing or different in `get_metrics()`, in `/metrics` or in a reply (scenario 81)."""
+    url, log = server
+    ids, want = offline
+    before = scraped(url)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: ask(url, prompt=prompt, return_token_ids=True), TEN))
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == ids
+    seen = {name: value - before.get(name, 0.0) for name, value in scraped(url).items()}
+    counted = {name: seen[f"vllm:spec_decode_num_{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    counted |= {name: seen[f"{OURS}{name}_nodes_sum"] for name in ("drafted", "verified")}
+    assert counted | {"discarded": seen[f"{OURS}discarded_tokens_total"]} == want
+    replies = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    for name, key in (("drafts", "num_spec_steps"), ("draft_tokens", "num_draft_tokens")):
+        assert sum(reply[key] for reply in replies) == want[name]
+    assert sum(reply["num_accepted_draft_tokens"] for reply in replies) == want["accepted_tokens"]
+    named = set(re.findall(r"vllm:\w+", (repository / "examples" / "grafana.json").read_text()))
+    assert len(named) > 12 and named <= seen.keys()  # the dashboard shows what exists
+    wait_for_line(
+        log, r"SpecDecoding metrics: Mean acceptance length: \d.*by depth:( \d\.\d{3}){5}, Time per step: draft [1-9\d]"
+    )
+
+
+def wait_for_line(log: Path, pattern: str) -> None:
+    for _ in range(60):
+        if re.search(pattern, log.read_text()):
+            return
+        time.sleep(0.5)
+    raise AssertionError(log.read_text()[-3000:])

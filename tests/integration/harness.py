@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,37 @@ def watching(llm: LLM, see: Callable[[Known, list[DraftTree]], None]) -> Iterato
 
     with drafting(llm, Shown()):
         yield
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What one request did in one step, as it passed between scheduler and runner."""
+
+    request: str
+    nodes: list[int]  # scheduled for verification; -1: padding
+    emitted: list[int]  # tokens, before the end of the request was looked for
+
+
+@contextmanager
+def traced(llm: LLM) -> Iterator[list[Verified]]:
+    """Record every step of every request, before anything is counted."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    found: list[Verified] = []
+    usual = scheduler.update_from_output
+
+    def update(scheduled: Any, output: Any) -> Any:
+        drafts = scheduled.scheduled_spec_decode_tokens
+        found.extend(
+            Verified(request, list(drafts.get(request, [])), list(emitted))
+            for request, emitted in zip(output.req_ids, output.sampled_token_ids, strict=True)
+        )
+        return usual(scheduled, output)
+
+    scheduler.update_from_output = update
+    try:
+        yield found
+    finally:
+        del scheduler.update_from_output
 
 
 def runner_of(llm: LLM) -> Any:

@@ -28,6 +28,7 @@ class Touch:
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 _SEAM = "vLLM offers an interface for drafters with structure"
+_STATS = "vLLM lets a method of speculation add statistics"
 
 TOUCHES = (
     Touch("vllm.engine.arg_utils.EngineArgs.add_cli_args", "wrapped (SpeculativeFlags)",
@@ -49,6 +50,26 @@ TOUCHES = (
           "tells the runner which rows a grammar left", _SEAM, ("throttle_prefills",)),
     Touch("vllm.v1.core.sched.scheduler.Scheduler.get_grammar_bitmask", "overridden",
           "a mask for every row of a tree, from the state behind its ancestors", _SEAM, ("scheduler_output",)),
+    Touch("vllm.v1.core.sched.scheduler.Scheduler.update_from_output", "overridden, calls super",
+          "takes what the runner measured; placeholders are not counted as nodes", _STATS,
+          ("scheduler_output", "model_runner_output")),
+    Touch("vllm.v1.core.sched.scheduler.Scheduler.make_spec_decoding_stats", "overridden",
+          "counts by depth, and keeps the sizes of trees", _STATS,
+          ("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id")),
+    Touch("vllm.v1.core.sched.scheduler.Scheduler._update_request_with_output", "overridden, calls super first",
+          "counts tokens behind the end of their request", _STATS, ("request", "new_token_ids", "is_stale")),
+    Touch("vllm.v1.core.sched.scheduler.Scheduler.make_stats", "overridden, calls super",
+          "adds what was measured to the statistics of the step", _STATS,
+          ("spec_decoding_stats", "kv_connector_stats", "cudagraph_stats", "perf_stats", "ec_connector_stats")),
+    Touch("vllm.v1.metrics.stats.SchedulerStats", "annotation of spec_decoding_stats changed (StatsOfTrees)",
+          "the front end decodes by annotation; for other methods our type is theirs with empty fields", _STATS),
+    Touch("vllm.v1.metrics.loggers.PrometheusStatLogger.__init__", "wrapped (TreesInPrometheus)",
+          "registers the metrics of trees, for trees alone; its seam `_spec_decoding_cls` is another one under Ray", _STATS,
+          ("vllm_config", "engine_indexes")),
+    Touch("vllm.v1.metrics.loggers.LoggingStatLogger.__init__", "wrapped (TreesInTheLog)",
+          "one readable line for trees; vLLM's has a number for every node configured", _STATS,
+          ("vllm_config", "engine_index")),
+    Touch("vllm.v1.spec_decode.metrics.SpecDecodingLogging.log", "overridden, with its class", "the line", _STATS, ("log_fn",)),
     Touch("vllm.v1.structured_output.StructuredOutputManager._get_constraint_bounds", "called",
           "a reasoning section may end inside a tree", "stays", ("request", "spec_tokens", "spec_tokens_committed")),
     Touch("vllm.v1.attention.backends.registry.register_backend", "called for CPU_ATTN, in speculating workers alone",
@@ -68,6 +89,10 @@ TOUCHES = (
           ("logits", "spec_decode_metadata")),
     Touch(f"{_RUNNER}._update_states_after_model_execute", "overridden, calls super first",
           "accepted K/V is committed within the step", _SEAM, ("output_token_ids", "scheduler_output")),
+    Touch(f"{_RUNNER}.execute_model", "overridden, calls super", "its time is taken", _STATS,
+          ("scheduler_output", "intermediate_tensors")),
+    Touch(f"{_RUNNER}.sample_tokens", "overridden, calls super first", "what was measured leaves with the output", _STATS,
+          ("grammar_output",)),
     Touch(f"{_RUNNER}._bookkeeping_sync", "overridden, calls super",
           "vLLM rewinds generators of discarded rows, which CPU generators cannot; ours drew nothing",
           "vLLM does not rewind CPU generators"),

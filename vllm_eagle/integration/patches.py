@@ -1,4 +1,4 @@
-"""The changes we make to vLLM at run time: flags on its command line, an early check, and two refusals lifted.
+"""The changes we make to vLLM at run time: flags on its command line, an early check, numbers, and two refusals lifted.
 
 Each is a class named for what it does, bound to its target, harmless when applied twice, and listed in `ledger.py`.
 """
@@ -166,13 +166,71 @@ class EarlyCheck(Patch):
 
         @functools.wraps(create)
         def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-            from vllm_eagle.integration.checks import check_config
+            from vllm_eagle.integration.checks import check_config, is_ours
 
             config = create(self, *args, **kwargs)
             check_config(config)
+            StatsOfTrees.apply()  # even if this engine has none: decoders remember types, and the next one may have
+            if is_ours(config.speculative_config):
+                TreesInPrometheus.apply()
+                TreesInTheLog.apply()
             return config
 
         EngineArgs.create_engine_config = create_engine_config
+
+
+class StatsOfTrees(Patch):
+    """Let the front end decode `TreeStats`: a step's statistics come from the engine's process, decoded by annotation."""
+
+    @classmethod
+    def _wrap(cls) -> None:
+        from vllm.v1.metrics.stats import SchedulerStats
+
+        from vllm_eagle.integration.metrics import TreeStats
+
+        SchedulerStats.__annotations__["spec_decoding_stats"] = TreeStats | None
+
+
+class TreesInPrometheus(Patch):
+    """Register and record the metrics of trees, where trees are configured."""
+
+    @classmethod
+    def _wrap(cls) -> None:
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        from vllm_eagle.integration.checks import is_ours
+        from vllm_eagle.integration.metrics import TreeProm
+
+        make = PrometheusStatLogger.__init__
+
+        @functools.wraps(make)
+        def __init__(self: PrometheusStatLogger, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, vllm_config, *args, **kwargs)
+            if is_ours(vllm_config.speculative_config):
+                self.spec_decoding_prom = TreeProm(self.spec_decoding_prom, self)
+
+        PrometheusStatLogger.__init__ = __init__  # type: ignore[method-assign]
+
+
+class TreesInTheLog(Patch):
+    """Replace the periodic log line about speculation, where trees are configured."""
+
+    @classmethod
+    def _wrap(cls) -> None:
+        from vllm.v1.metrics.loggers import LoggingStatLogger
+
+        from vllm_eagle.integration.checks import is_ours, read_options
+        from vllm_eagle.integration.metrics import TreeLog
+
+        make = LoggingStatLogger.__init__
+
+        @functools.wraps(make)
+        def __init__(self: LoggingStatLogger, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, vllm_config, *args, **kwargs)
+            if is_ours(vllm_config.speculative_config):
+                self.spec_decoding_logging = TreeLog(read_options(vllm_config).growth().depth)
+
+        LoggingStatLogger.__init__ = __init__  # type: ignore[method-assign]
 
 
 class TreesTakeAnyParameter(Patch):

@@ -22,6 +22,7 @@ from vllm_eagle.integration.attention import Trees
 from vllm_eagle.integration.backlog import Backlog
 from vllm_eagle.integration.head_cache import PagedHeadCache
 from vllm_eagle.integration.limits import room, wished_size
+from vllm_eagle.integration.measures import COMMIT, DRAFT, VERIFY, Measures, timed
 from vllm_eagle.integration.pace import Pace, measure_costs
 from vllm_eagle.integration.proposer import TreeProposer
 from vllm_eagle.integration.sampling import (
@@ -60,6 +61,7 @@ class TreeRunner(CPUModelRunner):
         self._pace: Pace | None = None  # trees of a fixed size have none
         self._failed: set[str] = set()  # requests whose drafting failed, each told of once
         self._watch = AcceptanceWatch(self.drafter.options.model)
+        self.seconds: dict[str, float] = {}  # of this step, by part
         self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +84,24 @@ class TreeRunner(CPUModelRunner):
         self._trees.pop(req_id, None)
         self._backlog.drop(req_id)
         self._failed.discard(req_id)
+
+    # The whole step ----------------------------------------------------------------------------------------------
+
+    @timed(VERIFY)
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the target over roots and nodes."""
+        self.seconds = {}
+        return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Walk, commit and draft; what was measured leaves with the output."""
+        step, names = self._step, self.input_batch.req_ids
+        output = super().sample_tokens(grammar_output)
+        if step is not None:
+            depths = {names[r]: int(tree.depths.max()) for r, tree in enumerate(step.trees) if tree is not None}
+            seconds = {part: s for part, s in self.seconds.items() if depths or part != VERIFY}
+            output.measures = Measures([len(nodes) for nodes in self._draft_token_ids or [] if nodes], depths, seconds)
+        return output
 
     # Before the forward pass -------------------------------------------------------------------------------------
 
@@ -143,6 +163,7 @@ class TreeRunner(CPUModelRunner):
 
     # After it ----------------------------------------------------------------------------------------------------
 
+    @timed(VERIFY)
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         step = self._step
         assert step is not None and logits is not None
@@ -170,6 +191,7 @@ class TreeRunner(CPUModelRunner):
             assert self._step.walk is not None
             self._watch.observe(self._step.walk, self._step.owners)
 
+    @timed(COMMIT)
     def _commit(self, step: Step) -> None:
         """Write the accepted rows' K/V to the slots plain decoding would have used; the others were never written."""
         source, target = step.accepted()
@@ -201,6 +223,7 @@ class TreeRunner(CPUModelRunner):
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return True  # each tree is cut to its own room instead
 
+    @timed(DRAFT)
     def propose_draft_token_ids(
         self,
         scheduler_output: Any,

@@ -1,8 +1,9 @@
-"""vLLM's scheduler with grammars that follow trees; everything else is its own.
+"""vLLM's scheduler with grammars that follow trees, and their numbers; everything else is its own.
 
 runner     TreeDrafts: nodes and their parents
 here       nodes the grammar refuses are pruned, so that none is verified in vain
-runner     SchedulerOutput.kept_rows: which rows of the proposed tree are left
+runner     SchedulerOutput.kept_rows: which rows of the proposed tree are left; ModelRunnerOutput.measures: sizes and times
+here       TreeStats
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_eagle.integration.grammar import allowed_rows, masks
+from vllm_eagle.integration.measures import Measures
+from vllm_eagle.integration.metrics import TreeStats
 from vllm_eagle.tree import DraftTree
 
 PLACEHOLDER = -1
@@ -39,13 +43,15 @@ class _Pruned:
 
 
 class TreeScheduler(Scheduler):
-    """Prune and mask the trees of requests with structured output; name it with `--scheduler-cls`."""
+    """Prune and mask the trees of requests with structured output, and count all trees; name it with `--scheduler-cls`."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         for group in kv_cache_config.kv_cache_groups:
             group.is_eagle_group = not vllm_config.speculative_config.disable_eagle_block_drop  # type: ignore[union-attr]
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self._pruned: dict[str, _Pruned] = {}  # requests with structured output and a tree not verified yet
+        self._measures: Measures | None = None  # of the step whose output is looked at
+        self._discarded = 0
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the drafts of a step; vLLM would cut a constrained request's at the first sibling."""
@@ -112,3 +118,47 @@ class TreeScheduler(Scheduler):
         if not drafts or drafts[0] == PLACEHOLDER:
             return DraftTree.chain(0, drafts)
         return self._pruned[request.request_id].tree.prefix(len(drafts))
+
+    # Numbers -----------------------------------------------------------------------------------------------------
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        """Take what the runner measured; placeholders are no nodes that anybody drafted."""
+        self._measures, self._discarded = getattr(model_runner_output, "measures", None), 0
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        padded = {request: len(nodes) for request, nodes in drafts.items() if nodes[0] == PLACEHOLDER}
+        if padded:
+            scheduler_output.num_invalid_spec_tokens = padded
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: TreeStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> TreeStats | None:
+        """Count a verified tree."""
+        if not self.log_stats:
+            return None
+        stats = spec_decoding_stats or TreeStats.new(self.num_spec_tokens)
+        padding = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        depth = self._measures.depths[request_id] if self._measures is not None and not padding else 0
+        stats.observe_tree(num_draft_tokens - padding, num_accepted_tokens, depth)
+        return stats
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        emitted = len(new_token_ids)  # vLLM shortens the list itself
+        kept, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+        self._discarded += emitted - len(kept)
+        return kept, stopped
+
+    def make_stats(self, spec_decoding_stats: TreeStats | None = None, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Add what was measured in this step, trees verified or not."""
+        if self.log_stats and self._measures is not None:
+            spec_decoding_stats = spec_decoding_stats or TreeStats.new(self.num_spec_tokens)
+            spec_decoding_stats.observe_step(self._measures, self._discarded)
+        self._measures = None  # vLLM asks for stats between steps, too
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
