@@ -21,8 +21,8 @@ Let the target answer prompts with vLLM. A head learns to guess what THIS model 
 on the model's own answers; other people's text costs acceptance. Run it again at any time, also after a kill:
 what is answered already is kept and skipped.
 
-With --capture the features an EAGLE-1 head reads are kept as the answers are written, and capture has nothing left to
-do but what a kill took: half the work on a CPU.
+With --capture the features an EAGLE-1 head reads are kept as the answers are written, for a few percent of the time,
+and capture has nothing left to do but what a kill took.
 
   example: vllm-eagle generate --model MODEL --prompts prompts.jsonl --out data/answers --capture data/features
   without prompts: vllm-eagle generate --model MODEL --self-prompt 2000 --out data/self
