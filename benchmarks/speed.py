@@ -1,6 +1,6 @@
 """Measure tokens per second with trees against plain vLLM: same process, interleaved, median of several rounds.
 
-    python benchmarks/speed.py --model MODEL --head HEAD --prompts mt_bench.jsonl --batches 1 4 --sizes 8 12 25
+    python benchmarks/speed.py --model MODEL --head HEAD --prompts mt_bench.jsonl --batches 1 4 --sizes auto 8 12
 
 Prints a row per case (the ratio is to plain vLLM of the same rounds) and ends in one JSON line with the machine and versions.
 """
@@ -29,7 +29,8 @@ def main() -> int:
 
     contestants = {"plain": start(args, {})}
     for size in args.sizes:
-        options = {"tree_size": size, "tree_depth": args.depth, "draft_vocab": args.draft_vocab}
+        depth = None if size == "auto" else args.depth
+        options = {"tree_size": size, "tree_depth": depth, "draft_vocab": args.draft_vocab}
         contestants[f"tree {size}"] = start(args, speculate(str(args.head), **options))
     if args.chain:
         spec = {"method": "eagle", "model": str(args.head), "num_speculative_tokens": args.chain}
@@ -117,8 +118,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True, help=".jsonl with a list `turns` in each row")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 12, 25])
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--sizes", type=lambda size: size if size == "auto" else int(size), nargs="+", default=["auto", 8, 12])
+    parser.add_argument("--depth", type=int, default=4, help="levels of trees of a fixed size")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=64)
