@@ -37,7 +37,7 @@ from vllm_eagle import EagleError, speculate
 from vllm_eagle.integration.attention import TreeCPUAttentionImpl
 from vllm_eagle.testing import Half, Oracle, tiny_head, tiny_target
 
-BLOCK = 32
+BLOCK, TOKENS = 32, 14
 
 
 @pytest.fixture(scope="module")
@@ -118,18 +118,18 @@ def test_31_every_write_lands_in_the_requests_own_blocks(
     # with two sizes of pages the head's layers have blocks of their own
     head = tiny_head(tmp_path / "head", layers=2, heads=(8, 8, 64) if pages == 2 else (4, 2, 32))
     asked = prompts(range(1, 71))
-    want = generate(base, asked, greedy(20 + depth + 1))
+    want = generate(base, asked, greedy(TOKENS + depth + 1))
     options = speculate(head, tree_size=nodes, tree_depth=4, tree_top_k=4)
     llm = engine(target, max_num_seqs=16, max_num_batched_tokens=400, **options)
     texts = [prompt + out for prompt, out in zip(asked, want, strict=True)]
     before = counters(llm)
     with watched(llm, monkeypatch) as writes, drafting(llm, half(llm, texts, depth, width)):
-        found, _ = trace(llm, asked, greedy(20), lambda _: writes.check())
-    assert found == [out[:20] for out in want]
+        found, _ = trace(llm, asked, greedy(TOKENS), lambda _: writes.check())
+    assert found == [out[:TOKENS] for out in want]
     layers = len(runner_of(llm).compilation_config.static_forward_context)
     assert len(writes.groups) == layers == 4
-    assert writes.total >= sum(len(prompt) + 19 for prompt in asked)
-    assert since(before, counters(llm))["accepted_tokens"] > len(asked) * 5
+    assert writes.total >= sum(len(prompt) + TOKENS - 1 for prompt in asked)
+    assert since(before, counters(llm))["accepted_tokens"] > len(asked) * TOKENS / 4
 
 
 def test_29_requests_the_budget_does_not_reach(base: LLM, target: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +167,7 @@ def test_29_requests_the_budget_does_not_reach(base: LLM, target: str, head: str
         assert found == [out[:most] for out, most in zip(want, tokens, strict=True)]
     hook.remove()
     assert seen["lowest"] == 0
+    assert not runner._warned  # every tree was verified as it was proposed, however long it waited
     assert seen["padded"] > 3 and seen["skipped"] > 20
     counted = since(before, counters(llm))
     assert counted["accepted_tokens"] > 2 * counted["drafts"]  # whole trees where the budget reaches them
@@ -191,16 +192,19 @@ def free_blocks(llm: LLM) -> int:
     return int(core_of(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
+LONG = prompts([20, 5, 31, 40, 12, 33, 25, 9])
+SEEDED = [SamplingParams(temperature=0 if r % 3 else 0.8, seed=r, max_tokens=150, ignore_eos=True) for r in range(len(LONG))]
+
+
+@pytest.fixture(scope="module")
+def long(base: LLM) -> list[list[int]]:
+    return generate(base, LONG, SEEDED)
+
+
 @pytest.mark.parametrize("reset", [False, True])
-def test_30_preempted_between_drafting_and_verifying(base: LLM, small: LLM, reset: bool) -> None:
+def test_30_preempted_between_drafting_and_verifying(small: LLM, long: list[list[int]], reset: bool) -> None:
     """Catches a tree, a count or K/V of before a preemption used after it (scenario 30)."""
-    asked, tokens = prompts([20, 5, 31, 40, 12, 33, 25, 9]), 150
-    params = [
-        greedy(tokens) if r % 3 else SamplingParams(temperature=0.8, seed=r, max_tokens=tokens, ignore_eos=True)
-        for r in range(len(asked))
-    ]
-    want = generate(base, asked, params)
-    texts = [prompt + out for prompt, out in zip(asked, want, strict=True)]
+    texts = [prompt + out for prompt, out in zip(LONG, long, strict=True)]
     before = preemptions(small)
 
     def empty_the_cache(step: int) -> None:
@@ -212,7 +216,7 @@ def test_30_preempted_between_drafting_and_verifying(base: LLM, small: LLM, rese
 
     shape: dict[str, Any] = {"depth": 3, "width": 3, "right_depth": [3, 1, 0, 2]}
     with drafting(small, half(small, texts, **shape)):
-        assert trace(small, asked, params, empty_the_cache if reset else None)[0] == want
+        assert trace(small, LONG, SEEDED, empty_the_cache if reset else None)[0] == long
     assert preemptions(small) - before > (12 if reset else 3)
     assert free_blocks(small) == SMALL["num_gpu_blocks_override"] - 1
 
@@ -320,8 +324,8 @@ def test_73_embedding_and_lm_head_are_the_targets_own(base: LLM, tmp_path: Any) 
     shared = model.model.embed_tokens.weight
     assert model.lm_head.weight.data_ptr() == shared.data_ptr()
     assert drafter.embed.__self__ is drafter.candidates.logits.__self__ is model
+    gc.unfreeze()  # vLLM hides from the collector whatever there is when an engine has started
     gc.collect()
-    gc.unfreeze()  # vLLM hides what it made from the collector
     tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
     wide = [x for x in tensors if x.device.type == "cpu" and vocab in x.shape and 64 in x.shape]
     assert {x.untyped_storage().data_ptr() for x in wide} == {shared.untyped_storage().data_ptr()}

@@ -6,12 +6,12 @@ The text stays right when this is wrong; only fewer tokens are accepted. So acce
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from vllm import LLM
 
 from tests.integration.harness import (
@@ -29,11 +29,10 @@ from tests.integration.harness import (
     trained_like,
 )
 from vllm_eagle import speculate
-from vllm_eagle.drafting import Drafter, HeadCache, Known
+from vllm_eagle.drafting import Drafter
 from vllm_eagle.drafting.reference import _causal
-from vllm_eagle.heads import Head, load_head
+from vllm_eagle.heads import load_head
 from vllm_eagle.testing import Half, Oracle
-from vllm_eagle.tree import DraftTree
 
 TREE = {"tree_size": 12, "tree_depth": 4, "tree_top_k": 3}
 Layers = dict[str, tuple[Tensor, Tensor]]
@@ -71,35 +70,19 @@ def assert_close(found: Layers, want: Layers, tokens: int) -> None:
             assert (got - one[:tokens]).abs().max() <= 1e-5 * one.abs().max().clamp(min=1), name
 
 
-class Watcher:
-    """Draft as `inner` does and keep, of every request, the target's features and the certain tokens."""
+@torch.inference_mode()
+def head_from_scratch(models: tuple[str, str], text: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return the head's keys and values of every position, layer by layer: transformers' states, one pass, no engine."""
+    target, head = AutoModelForCausalLM.from_pretrained(models[0]).float().eval(), load_head(models[1])
+    features = target.model(torch.tensor([text[:-1]])).last_hidden_state[0]
+    made: list[tuple[Tensor, Tensor]] = []
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-        self.features: dict[str, Tensor] = {}
-        self.tokens: dict[str, Tensor] = {}
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        made.append((key, value))
+        return _causal(layer, query, key, value)
 
-    def draft(self, known: Known, cache: HeadCache) -> list[DraftTree]:
-        """See `Drafter`."""
-        lengths = known.lengths.tolist()
-        parts = (torch.split(x, lengths) for x in (known.features, known.positions))
-        for request, history, features, positions in zip(known.request_ids, known.histories, *parts, strict=True):
-            if positions[0]:
-                features = torch.cat((self.features[request][: int(positions[0])], features))
-            self.features[request] = features.clone()
-            self.tokens[request] = torch.from_numpy(history[: len(features) + 1].copy()).long()
-        return self.inner.draft(known, cache)
-
-    def from_scratch(self, head: Head, embed: Callable[[Tensor], Tensor], request: str) -> list[tuple[Tensor, Tensor]]:
-        """Return the head's keys and values of all certain positions: the whole prefix in one pass, layer by layer."""
-        features, made = self.features[request], []
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            made.append((key, value))
-            return _causal(layer, query, key, value)
-
-        head(embed(self.tokens[request][1:]), head.fuse(features), torch.arange(len(features)), attend)
-        return made
+    head(target.model.embed_tokens(torch.tensor(text[1:])), features, torch.arange(len(features)), attend)
+    return made
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -109,22 +92,21 @@ def test_14_head_kv_is_of_the_targets_features_after_every_step(
     """Catches a guessed feature, or one of another row, left in the head's K/V of an accepted token (scenario 14)."""
     asked = prompts([5, 33, 64, 17, 90, 31])
     texts = [prompt + out for prompt, out in zip(asked, generate(base, asked, greedy(40)), strict=True)]
-    runner, head = runner_of(tree), load_head(models[1])
+    wanted = [head_from_scratch(models, text) for text in texts]
+    runner, compared = runner_of(tree), []
     proposer = runner.drafter
     shape: dict[str, Any] = {"texts": texts, "depth": 3, "width": width, "sibling": width - 1, "right_depth": [3, 1, 0, 2]}
-    watcher = Watcher(Half(proposer.drafter, proposer.growth, **shape))
-    compared = []
 
-    @torch.inference_mode()
     def compare(_: int) -> None:
-        for request in runner.input_batch.req_ids:
-            count = len(watcher.features[request])
-            want = watcher.from_scratch(head, runner.model.embed_input_ids, request)
+        batch, starts = runner.input_batch, runner.query_start_loc.np
+        for row, request in enumerate(batch.req_ids):
+            through = int(batch.num_computed_tokens_cpu[row] + starts[row + 1] - starts[row])
+            count = min(through, int(batch.num_tokens_no_spec[row]) - 1)
             found = head_layers(tree, request, count)
-            assert_close(found, dict(zip(found, want, strict=True)), count)
+            assert_close(found, dict(zip(found, wanted[int(request.split("-")[0])], strict=True)), count)
             compared.append(count)
 
-    with drafting(tree, watcher), token_budget(tree, 80):
+    with drafting(tree, Half(proposer.drafter, proposer.growth, **shape)), token_budget(tree, 80):
         ids, counts = trace(tree, asked, greedy(30), compare)
     assert ids == [text[len(prompt) :][:30] for prompt, text in zip(asked, texts, strict=True)]
     assert len(compared) > 50 and {1, 2, 3, 4} <= {count for one in counts for count in one}
