@@ -338,25 +338,31 @@ def test_73_embedding_and_lm_head_are_the_targets_own(base: LLM, tmp_path: Any) 
 def test_39_position_32768(tmp_path: Any) -> None:
     """Catches an index too narrow for a long text, and one long text that spoils drafting for all (scenario 39)."""
     shape: dict[str, Any] = {"hidden": 32, "heads": (1, 1, 32)}
-    target = tiny_target(tmp_path / "target", layers=1, max_positions=40000, damping=0.002, **shape)
-    head = tiny_head(tmp_path / "head", copies=True, **shape)
+    target, head = (
+        tiny_target(tmp_path / "target", layers=1, max_positions=40000, **shape),
+        tiny_head(tmp_path / "head", **shape),
+    )
     options: dict[str, Any] = {"max_model_len": 40000, "max_num_batched_tokens": 4096, "max_num_seqs": 2}
     options["num_gpu_blocks_override"] = 1300
-    long, short = prompts([32740, 20])
-    want = generate(engine(target, **options), [long, short], greedy(80))
+    asked = prompts([32740, 20])
+    want = generate(engine(target, **options), asked, greedy(80))
     llm = engine(target, **options, **speculate(head, tree_size=12, tree_depth=4, tree_top_k=3))
     proposer = runner_of(llm).drafter
-    texts = [prompt + out for prompt, out in zip((long, short), want, strict=True)]
+    texts = [prompt + out for prompt, out in zip(asked, want, strict=True)]
     oracle = Oracle(proposer.drafter, proposer.growth, texts=texts, depth=3, width=3, sibling=1)
-    before = trace(llm, [short], greedy(60))
-    with drafting(llm, oracle):
-        ids, (counts,) = trace(llm, [long], greedy(61))  # 28 tokens before the border
-    assert ids == [want[0][:61]]
-    assert counts[-16:] == [1] + [4] * 15
-    assert trace(llm, [short], greedy(60)) == before
-    assert before[0] == [want[1][:60]] and max(before[1][0]) > 1
-    with drafting(llm, oracle):
-        assert trace(llm, [short], greedy(61))[1] == [[1] + [4] * 15]
+
+    def drafted(text: list[int]) -> list[list[int]]:
+        nodes = []
+        trace(llm, [text], greedy(12), lambda _: nodes.extend(tree.nodes for tree in runner_of(llm)._trees.values()))
+        return nodes
+
+    before = drafted(asked[1])
+    for prompt, out in zip(asked, want, strict=True):  # 28 tokens before the border and 33 behind it, then a fresh one
+        with drafting(llm, oracle):
+            ids, (counts,) = trace(llm, [prompt], greedy(61))
+        assert ids == [out[:61]]
+        assert counts == [1] + [4] * 15
+    assert drafted(asked[1]) == before and len(before) > 8
 
 
 SIZES = [(seqs, budget, nodes) for seqs in (1, 2, 16) for budget in (32, 64, 512) for nodes in (1, 8, 40)]
