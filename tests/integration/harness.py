@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import ReasoningConfig
+from vllm.sampling_params import RequestOutputKind
 
 from tests.integration.random_requests import Damp, Shift
 from vllm_eagle import speculate
@@ -33,8 +35,23 @@ ENGINE = {
 
 
 def engine(model: str, **options: Any) -> LLM:
-    """Start an engine on a tiny model."""
-    return LLM(model, **{**ENGINE, **options})
+    """Start an engine on a tiny model; it may be dropped while others go on."""
+    llm = LLM(model, **{**ENGINE, **options})
+    llm.llm_engine.engine_core._finalizer.detach()  # when collected, it would destroy the process groups all engines share
+    return llm
+
+
+def trained_like(folder: Path) -> tuple[str, str]:
+    """Write a target and a head that is right about it most of the time, and whose guesses hang on all it attends to."""
+    target, head = tiny_target(folder / "target", damping=0.0005), tiny_head(folder / "head", copies=True, layers=2)
+    weights = load_file(folder / "head" / "model.safetensors")
+    copy = torch.cat((torch.eye(64), torch.zeros(64, 64)), 1)
+    weights["fc.weight"] = copy + 0.5 * (weights["fc.weight"] - copy)
+    for name in weights:
+        if "v_proj" in name or "o_proj" in name:
+            weights[name] = 3 * weights[name]
+    save_file(weights, folder / "head" / "model.safetensors", metadata={"format": "pt"})
+    return target, head
 
 
 THINK, END_OF_THINKING = 2, 3
@@ -116,7 +133,28 @@ def traced(llm: LLM) -> Iterator[list[Verified]]:
 
 def runner_of(llm: LLM) -> Any:
     """Return the model runner of an in-process engine."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    return core_of(llm).model_executor.driver_worker.worker.model_runner
+
+
+def core_of(llm: LLM) -> Any:
+    """Return the engine core of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+@contextmanager
+def token_budget(llm: LLM, tokens: int) -> Iterator[None]:
+    """Let the scheduler hand out fewer tokens per step for a while."""
+    scheduler = core_of(llm).scheduler
+    usual, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, tokens
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = usual
+
+
+def preemptions(llm: LLM) -> int:
+    """Return how many requests vLLM has preempted."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
 def prompts(lengths: Sequence[int], vocab: int = 256) -> list[list[int]]:
@@ -134,6 +172,32 @@ def generate(llm: LLM, texts: Sequence[Sequence[int]], params: SamplingParams | 
 def greedy(tokens: int, **options: Any) -> SamplingParams:
     """Return greedy parameters that do not stop at EOS."""
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **options)
+
+
+def trace(
+    llm: LLM,
+    texts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    after_step: Callable[[int], object] | None = None,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the output ids of each prompt and how many tokens each step added to them; `after_step` hears of every step."""
+    every = [params] * len(texts) if isinstance(params, SamplingParams) else params
+    for r, (text, one) in enumerate(zip(texts, every, strict=True)):
+        one = one.clone()
+        one.output_kind = RequestOutputKind.DELTA
+        llm.llm_engine.add_request(str(r), {"prompt_token_ids": list(text)}, one)
+    ids: list[list[int]] = [[] for _ in texts]
+    counts: list[list[int]] = [[] for _ in texts]
+    step = 0
+    while llm.llm_engine.has_unfinished_requests():
+        for out in llm.llm_engine.step():
+            added = list(out.outputs[0].token_ids)
+            ids[int(out.request_id)] += added
+            counts[int(out.request_id)].append(len(added))
+        step += 1
+        if after_step is not None:
+            after_step(step)
+    return ids, counts
 
 
 def counters(llm: LLM) -> dict[str, Any]:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
+from transformers import AutoConfig
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.tree.test_growth import BAD_TREES, GOOD_TREES
 from vllm_eagle import EagleError, speculate
 from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 from vllm_eagle.testing import tiny_head
@@ -22,6 +25,9 @@ from vllm_eagle.testing import tiny_head
 def configure(model: str, **options: Any) -> Any:
     """Go as far as vLLM's front end goes before it starts an engine."""
     return EngineArgs(model=model, dtype="float32", max_model_len=512, **options).create_engine_config()
+
+
+NAMES = {"gpt2": "GPT2LMHeadModel", "opt": "OPTForCausalLM"}
 
 
 def edited(folder: str, **changes: Any) -> None:
@@ -61,19 +67,46 @@ def test_head_with_a_tensor_too_many(target: str, tmp_path: Path) -> None:
         configure(target, **speculate(folder))
 
 
+CONNECTOR = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+"""vLLM's own example, which keeps K/V in files."""
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_num_batched_tokens": 512, "max_num_seqs": 4, "pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"enable_lora": True, "max_num_seqs": 4}, "--enable-lora"),
-        ({"max_num_batched_tokens": 24, "max_num_seqs": 1}, "25 nodes and its root do not fit --max-num-batched-tokens 24"),
+        ({"kv_transfer_config": CONNECTOR}, "--kv-transfer-config is not supported together with trees; remove it"),
+        ({"max_num_scheduled_tokens": 20}, "25 nodes and its root, 26 tokens, do not fit --max-num-scheduled-tokens 20"),
+        (
+            {"max_num_batched_tokens": 24, "max_num_seqs": 1},
+            "25 nodes and its root, 26 tokens, do not fit --max-num-batched-tokens 24",
+        ),
     ],
 )
 def test_engine_options_that_do_not_go_with_trees(target: str, head: str, options: dict[str, Any], message: str) -> None:
-    """Catches an unsupported feature that would give wrong text or a crash later."""
+    """Catches an unsupported feature that would give wrong text or a crash later (scenarios 28 and 75)."""
     with pytest.raises(EagleError, match=message):
         configure(target, **speculate(head), **options)
+
+
+def test_30_async_scheduling(target: str, head: str) -> None:
+    """Catches drafts scheduled before they are known, where trees have no placeholders for them (scenarios 29, 30 and 83)."""
+    with pytest.raises(ValueError, match=r"[Aa]sync scheduling is only supported with"):
+        configure(target, **speculate(head), async_scheduling=True)
+    config = configure(target, **speculate(head))
+    assert config.scheduler_config.async_scheduling is False
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_72_another_architecture(head: str, tmp_path: Path, kind: str) -> None:
+    """Catches a target without the interface found out after its weights are read: there are none here (scenario 72)."""
+    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4} if kind == "gpt2" else {"hidden_size": 64, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, vocab_size=256, architectures=[NAMES[kind]], **shape)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(EagleError, match=rf"is {NAMES[kind]}; supported: .*LlamaForCausalLM"):
+        LLM(str(tmp_path), dtype="float32", max_model_len=128, skip_tokenizer_init=True, **speculate(head))
 
 
 def test_targets_without_support(target: str, head: str, tmp_path: Path) -> None:
@@ -115,8 +148,39 @@ def test_options(target: str, head: str, tmp_path: Path) -> None:
         configure(target, **speculate(head, draft_vocab=str(tmp_path / "words.json")))
 
 
+def from_flags(target: str, head: str, *flags: str) -> EngineArgs:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    line = ["--model", target, "--dtype", "float32", "--max-model-len", "512", "--speculative-model", head, *flags]
+    return EngineArgs.from_cli_args(parser.parse_args(line))
+
+
+def test_74_static_trees_on_the_command_line(target: str, head: str, tmp_path: Path) -> None:
+    """Catches a tree that cannot work found at the first step, and one whose size vLLM is not told (scenario 74)."""
+    file = tmp_path / "tree.json"
+    for content, message in BAD_TREES:
+        file.write_text(content)
+        with pytest.raises(EagleError, match=rf"static tree .*tree\.json.*{message}"):
+            from_flags(target, head, "--speculative-tree", str(file))
+    for paths in GOOD_TREES:
+        file.write_text(json.dumps(paths))
+        config = from_flags(target, head, "--speculative-tree", str(file)).create_engine_config()
+        assert config.speculative_config.num_speculative_tokens == len(paths)
+    (tmp_path / "words.json").write_text("[5, 6, 7]")
+    words = ["--speculative-draft-vocab", str(tmp_path / "words.json")]
+    file.write_text("[[0], [3]]")
+    with pytest.raises(
+        EagleError, match=r"takes 4 candidates of each node .*words\.json has 3; lower --speculative-tree-top-k"
+    ):
+        from_flags(target, head, "--speculative-tree", str(file), *words).create_engine_config()
+    file.write_text("[[0], [2]]")
+    assert from_flags(target, head, "--speculative-tree", str(file), *words).create_engine_config()
+    flags = ["--speculative-tree-depth", "1", "--speculative-tree-top-k", "300"]
+    with pytest.raises(EagleError, match=r"takes 300 candidates of each node .* the target has 256"):
+        from_flags(target, head, *flags).create_engine_config()
+
+
 def test_unsupported_vllm(target: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a release whose hooks nobody has run."""
+    """Catches a release whose hooks nobody has run (scenario 77)."""
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     with pytest.raises(EagleError, match=r"vLLM 0\.99\.0 is not supported; install vllm==0\.32\.0"):
         configure(target, **speculate(head))

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from tests.integration.harness import engine, generate, greedy, prompts, runner_of
+from tests.integration.harness import engine, generate, greedy, prompts, runner_of, trace
 from vllm_eagle import speculate
-from vllm_eagle.heads import load_head
+from vllm_eagle.drafting import HeadCache, HeadDrafter, Known
+from vllm_eagle.drafting.reference import next_feature
+from vllm_eagle.heads import Head, load_head
 from vllm_eagle.testing import CheckedDrafter, tiny_head, tiny_target
+from vllm_eagle.tree import CandidatePool, DraftTree, DynamicGrowth
 
 LENGTHS = [5, 33, 64, 17]
 
@@ -22,7 +31,7 @@ STATIC = {"tree": str(Path(__file__).parents[2] / "configs" / "tree" / "eagle1_2
 
 @pytest.mark.parametrize(("layers", "options"), [(1, DYNAMIC), (2, DYNAMIC), (1, STATIC), (3, DYNAMIC)])
 def test_draft_logits_equal_the_reference_loop(target: str, tmp_path: Any, layers: int, options: dict[str, Any]) -> None:
-    """Catches a shifted token, feature, position or ancestor in the head's paged and tree attention, at every depth."""
+    """Catches a shifted token, feature, position or ancestor in the head's attention, at any depth (scenarios 15 and 17)."""
     # the last case also has other heads than the target: vLLM then keeps K/V pages of two sizes
     folder = tiny_head(tmp_path / "head", layers=layers, bias=layers == 1, heads=(8, 8, 64) if layers == 3 else (4, 2, 32))
     llm = engine(target, max_num_batched_tokens=64, **speculate(folder, **options))
@@ -37,17 +46,100 @@ def test_draft_logits_equal_the_reference_loop(target: str, tmp_path: Any, layer
     assert max(checked.worst.values()) < 1e-4, checked.worst
 
 
-def steps(llm: Any, texts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Return how many tokens each engine step added, request by request."""
-    from vllm.sampling_params import RequestOutputKind
+Path_ = tuple[int, ...]
 
-    for r, text in enumerate(texts):
-        llm.llm_engine.add_request(str(r), {"prompt_token_ids": text}, greedy(tokens, output_kind=RequestOutputKind.DELTA))
-    added: list[list[int]] = [[] for _ in texts]
-    while llm.llm_engine.has_unfinished_requests():
-        for out in llm.llm_engine.step():
-            added[int(out.request_id)].append(len(out.outputs[0].token_ids))
-    return added
+
+class Traced(HeadDrafter):
+    """Draft as `HeadDrafter` does and keep, step by step, what the trees were grown from and what they became."""
+
+    def __init__(self, inner: HeadDrafter) -> None:
+        super().__init__(inner.head, inner.embed, inner.candidates, inner.growth)
+        self.features: dict[str, list[Tensor]] = {}
+        self.drafted: list[tuple[Tensor, Tensor, DraftTree, list[float]]] = []
+
+    def draft(self, known: Known, cache: HeadCache) -> list[DraftTree]:
+        """See `Drafter`."""
+        for request, features in zip(known.request_ids, torch.split(known.features, known.lengths.tolist()), strict=True):
+            self.features.setdefault(request, []).append(features.clone())
+        trees = super().draft(known, cache)
+        drafting = [r for r, room in enumerate(known.rooms) if room > 0]
+        for r, scores in zip(drafting, ScoredPool.scores if drafting else [], strict=True):
+            tokens = torch.from_numpy(known.histories[r].copy()).long()
+            self.drafted.append((torch.cat(self.features[known.request_ids[r]]), tokens, trees[r], scores))
+        return trees
+
+
+class ScoredPool(CandidatePool):
+    """Leave the log path values of the kept nodes where the test finds them."""
+
+    scores: list[list[float]]
+
+    def trees(self, roots: Tensor) -> list[DraftTree]:
+        values = torch.cat(self._values, 1)
+        ScoredPool.scores = values.gather(1, self.growth.keep(values)).tolist()
+        return super().trees(roots)
+
+
+def grow_as_the_paper_does(
+    growth: DynamicGrowth,
+    head: Head,
+    embed: Callable[[Tensor], Tensor],
+    logits: Callable[[Tensor], Tensor],
+    features: Tensor,
+    tokens: Tensor,
+) -> dict[Path_, float]:
+    """Return every candidate's path and log path value (EAGLE-2, section 4), each node from the whole prefix."""
+    found: dict[Path_, float] = {}
+    frontier: dict[Path_, tuple[float, list[Tensor]]] = {(): (0.0, [])}
+    for _ in range(growth.depth):
+        level: dict[Path_, tuple[float, list[Tensor]]] = {}
+        for path, (value, own) in frontier.items():
+            guessed = torch.stack(own) if own else features[:0]
+            feature = next_feature(head, embed, features, tokens, list(path), guessed)
+            logprobs = logits(feature[None])[0].float().log_softmax(0)
+            for logprob, token in zip(*(x.tolist() for x in logprobs.topk(growth.top_k)), strict=True):
+                level[(*path, token)] = value + logprob, [*own, feature]
+        found |= {path: value for path, (value, _) in level.items()}
+        best = sorted(level, key=lambda path: -level[path][0])[: growth.top_k]
+        frontier = {path: level[path] for path in best}
+    return found
+
+
+def paths_of(tree: DraftTree) -> list[Path_]:
+    paths: list[Path_] = [()]
+    for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_drafted_trees_equal_the_reference_loops(target: str, tmp_path: Any, monkeypatch: Any, layers: int) -> None:
+    """Catches a node drafted in another place than the paper's loop puts it, or with another score (scenarios 15 and 17)."""
+    folder = tiny_head(tmp_path / "head", layers=layers)
+    llm = engine(target, max_num_batched_tokens=96, max_num_seqs=10, **speculate(folder, tree_size=12))
+    runner, plain = runner_of(llm), load_head(folder)
+    monkeypatch.setattr("vllm_eagle.drafting.head_drafter.CandidatePool", ScoredPool)
+    usual = runner.drafter.drafter
+    depths = range(1, 5) if layers == 2 else (5,)
+    exact = total = 0
+    for depth in depths:
+        usual.growth = growth = DynamicGrowth(12, depth, 3)
+        runner.drafter.drafter = traced = Traced(usual)
+        generate(llm, prompts([4 + 5 * r for r in range(10)]), greedy(22 if layers == 1 else 7))
+        assert len(traced.drafted) >= (200 if layers == 1 else 60)
+        for features, tokens, tree, scores in traced.drafted:
+            with torch.inference_mode():
+                offered = grow_as_the_paper_does(
+                    growth, plain, runner.model.embed_input_ids, runner.model.compute_logits, features, tokens
+                )
+            want = sorted(offered.values(), reverse=True)[: growth.size]
+            found = paths_of(tree)
+            # by score: two candidates that tie to four digits may trade places
+            assert scores == pytest.approx(want, abs=1e-4)
+            assert [offered[path] for path in found] == pytest.approx(scores, abs=1e-4)
+            exact += set(found) == set(sorted(offered, key=lambda path: -offered[path])[: tree.size])
+            total += 1
+    assert exact >= 0.98 * total > 50
 
 
 def test_a_chain_accepts_what_vllms_own_chain_eagle_accepts(tmp_path: Any) -> None:
@@ -56,8 +148,37 @@ def test_a_chain_accepts_what_vllms_own_chain_eagle_accepts(tmp_path: Any) -> No
     folder = tiny_head(tmp_path / "head", bias=False, copies=True)
     mine = engine(target, **speculate(folder, tree_size=4, tree_depth=4, tree_top_k=1))
     asked = prompts(LENGTHS)
-    got = steps(mine, asked, 40)
+    _, got = trace(mine, asked, greedy(40))
     theirs = engine(target, speculative_config={"method": "eagle", "model": folder, "num_speculative_tokens": 4})
-    want = steps(theirs, asked, 40)
+    _, want = trace(theirs, asked, greedy(40))
     assert got == want
     assert len({count for request in want for count in request}) > 2  # otherwise nothing was compared
+
+
+def numbered(folder: str, spread: Callable[[str], float]) -> str:
+    """Replace the random weights of a folder by numbers that no release of torch or transformers changes."""
+    path = Path(folder) / "model.safetensors"
+    weights = {}
+    for name, tensor in load_file(path).items():
+        if tensor.dim() == 1:
+            weights[name] = torch.full_like(tensor, float("norm" in name))
+            continue
+        noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(tuple(tensor.shape))
+        weights[name] = torch.from_numpy(noise).float() * spread(name)
+    if "fc.weight" in weights:
+        weights["fc.weight"][:, :64] += torch.eye(64)
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+def test_18_accepted_counts_are_pinned(tmp_path: Path) -> None:
+    """Catches acceptance that shrinks from one version to the next, unseen since the text stays right (scenario 18)."""
+    target = numbered(tiny_target(tmp_path / "target"), lambda name: 0.001 if "o_proj" in name or "down_proj" in name else 0.5)
+    # guesses hang on what the head attends to, and where
+    spreads = {"q_proj": 0.3, "k_proj": 0.3, "v_proj": 0.06, "o_proj": 0.06}
+    folder = numbered(tiny_head(tmp_path / "head", copies=True), lambda name: spreads.get(name.split(".")[-2], 0.02))
+    llm = engine(target, **speculate(folder, tree_size=12, tree_depth=4, tree_top_k=4))
+    asked = prompts([5 + 7 * r for r in range(9)])
+    _, counts = trace(llm, asked, greedy(40))
+    assert counts[:3] == [trace(llm, [prompt], greedy(40))[1][0] for prompt in asked[:3]]  # alone as in company
+    assert counts == json.loads((Path(__file__).parent / "accepted_counts.json").read_text())

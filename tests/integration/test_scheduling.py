@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.integration.harness import counters, engine, generate, greedy, prompts, runner_of, since
+from tests.integration.harness import counters, engine, generate, greedy, preemptions, prompts, runner_of, since
 from vllm_eagle import speculate
 from vllm_eagle.testing import Half, Oracle
 
@@ -63,10 +63,6 @@ def test_preemption(target: str, head: str, texts: list[list[int]], outputs: lis
     assert generate(llm, prompts(LENGTHS), greedy(TOKENS)) == [out[:TOKENS] for out in outputs]
     assert preemptions(llm) > before
     assert runner_of(llm)._trees.keys() <= runner_of(llm).requests.keys()
-
-
-def preemptions(llm: LLM) -> int:
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
 def test_drafts_go_before_requests(target: str, head: str, texts: list[list[int]], outputs: list[list[int]]) -> None:

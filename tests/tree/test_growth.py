@@ -113,20 +113,66 @@ def test_limits(size: int, depth: int, top_k: int, message: str) -> None:
         DynamicGrowth(size, depth, top_k)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[[0, 0]]", r"path \[0, 0\] has no parent"),
-        ("[]", "at least 1 path"),
-        ("[[-1]]", "ranks from 0"),
-        ("{}", "want a list"),
-        ("[[0]", "not valid JSON"),
-        (json.dumps([[i] for i in range(64)]), "over the limit"),
-    ],
-)
-def test_bad_static_files(tmp_path: Path, content: str, message: str) -> None:
-    """Catches a bad file reported without its name."""
+BAD_TREES = [
+    ("", "not valid JSON"),
+    ("[[0]", "not valid JSON"),
+    ("{}", "want a list of paths"),
+    ("null", "want a list of paths"),
+    ("3", "want a list of paths"),
+    ("[0, 1]", "want a list of paths"),
+    ('["0"]', "want a list of paths"),
+    ('[["0"]]', "want a list of paths"),
+    ("[[0.5]]", "want a list of paths"),
+    ("[[true]]", "want a list of paths"),
+    ("[]", "at least 1 path"),
+    ("[[]]", r"path \[\]: want child ranks"),
+    ("[[-1]]", r"path \[-1\]: want child ranks from 0"),
+    ("[[0], [0, -2]]", r"path \[0, -2\]: want child ranks"),
+    ("[[63]]", r"path \[63\]: want child ranks from 0 to 62"),
+    ("[[0], [0, 99999999999999999999]]", r"path \[0, 9+\]: want child ranks"),
+    ("[[0, 0]]", r"path \[0, 0\] has no parent \[0\]"),
+    ("[[0], [0, 1], [0, 0, 0]]", r"path \[0, 0, 0\] has no parent \[0, 0\]"),
+    ("[[0], [1], [0]]", r"path \[0\] is there twice"),
+    ("[[0], [0, 1], [1], [0, 1]]", r"path \[0, 1\] is there twice"),
+    (json.dumps([[0, *[i]] for i in range(63)] + [[0]]), "64 paths are over the limit of 63 nodes"),
+    (json.dumps([[0] * depth for depth in range(1, 18)]), r"path \[(0, ){16}0\] is deeper than 16"),
+]
+"""A file's content, and what the error says of it."""
+
+GOOD_TREES: list[list[list[int]]] = [
+    [[0]],
+    [[2]],
+    [[62]],
+    [[0], [1], [2], [3]],
+    [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]],
+    [[0, 0, 1], [1], [0, 0], [0]],  # in any order
+    [[2], [0], [2, 1], [0, 3], [2, 1, 0]],
+    [[0], [1], [0, 0], [1, 0], [1, 1], [0, 1]],
+    [[i] for i in range(63)],
+    [[0] * depth for depth in range(1, 17)],
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_TREES)
+def test_74_bad_static_files(tmp_path: Path, content: str, message: str) -> None:
+    """Catches a bad file reported without its name, the node and the rule, or accepted as another tree (scenario 74)."""
     file = tmp_path / "tree.json"
     file.write_text(content)
     with pytest.raises(TreeError, match=rf"tree\.json.*{message}"):
         read_static(file)
+
+
+@pytest.mark.parametrize("paths", GOOD_TREES)
+def test_74_good_static_files(tmp_path: Path, paths: list[list[int]]) -> None:
+    """Catches a good tree refused, or grown into another one (scenario 74)."""
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps(paths))
+    growth = read_static(file)
+    assert (growth.size, growth.depth) == (len(paths), max(map(len, paths)))
+    trees, _ = grow(growth, requests=2, seed=len(paths))
+    for tree in trees:
+        tree.validate()
+        ranks: list[tuple[int, ...]] = [()]
+        for row in range(1, tree.size + 1):
+            ranks.append((*ranks[tree.parents[row]], int(tree.tokens[row]) - 100 * int(tree.depths[row])))
+        assert sorted(ranks[1:]) == sorted(map(tuple, paths))

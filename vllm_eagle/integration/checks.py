@@ -59,8 +59,7 @@ def check_config(config: VllmConfig) -> None:
     _check_sizes(config, options)
     if options.model is not None:
         _check_head(config, check_folder(Path(options.model)), options.model)
-    if (file := options.vocabulary_file()) is not None:
-        read_vocabulary(file, config.model_config.get_vocab_size())
+    _check_vocabulary(config, options)
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -100,11 +99,26 @@ def _check_sizes(config: VllmConfig, options: Options) -> None:
             f"num_speculative_tokens={spec.num_speculative_tokens} in --speculative-config must be the tree's size,"
             f" {growth.size}"
         )
-    budget = config.scheduler_config.max_num_batched_tokens
-    if growth.size + 1 > budget:
+    scheduler = config.scheduler_config
+    for flag, budget in (
+        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+    ):
+        if budget is not None and growth.size + 1 > budget:
+            raise EagleError(
+                f"a tree of {growth.size} nodes and its root, {growth.size + 1} tokens, do not fit {flag} {budget};"
+                f" lower --speculative-tree-size or raise that"
+            )
+
+
+def _check_vocabulary(config: VllmConfig, options: Options) -> None:
+    words, top_k = config.model_config.get_vocab_size(), options.growth().top_k
+    if (file := options.vocabulary_file()) is not None:
+        words = len(read_vocabulary(file, words))
+    if top_k > words:
         raise EagleError(
-            f"a tree of {growth.size} nodes and its root do not fit --max-num-batched-tokens {budget};"
-            f" lower --speculative-tree-size or raise that"
+            f"a tree that takes {top_k} candidates of each node needs as many tokens to draft,"
+            f" {file or 'the target'} has {words}; lower --speculative-tree-top-k or the ranks of the static tree"
         )
 
 

@@ -18,12 +18,15 @@ def tiny_target(
     *,
     vocab: int = 256,
     layers: int = 2,
+    hidden: int = 64,
+    heads: tuple[int, int, int] = (4, 2, 32),
     seed: int = 0,
     max_positions: int = 2048,
     damping: float = 1.0,
     letters: bool = False,
+    tied: bool = False,
 ) -> str:
-    """Write a random Llama (hidden 64, 4 heads, 2 K/V heads of 32) with words w0, w1, ... and return the folder.
+    """Write a random Llama with words w0, w1, ... and return the folder; `heads` are query heads, K/V heads, head size.
 
     With `letters` its tokens are bytes and a few pairs of JSON instead, and <think> and </think> are tokens: what grammars
     and reasoning parsers want; `vocab` is then 300 or more. With little `damping` the next token follows mostly from the
@@ -32,18 +35,18 @@ def tiny_target(
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
-        hidden_size=64,
+        hidden_size=hidden,
         intermediate_size=128,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=heads[2],
         max_position_embeddings=max_positions,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
         initializer_range=0.5,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     for name, weight in model.state_dict().items():
@@ -116,5 +119,7 @@ def tiny_head(
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.02 if copies else 0.08)
     if copies and isinstance(head, EagleHead):
         head.fc.weight.data[:, :hidden] += torch.eye(hidden)
+        if head.fc.bias is not None:
+            head.fc.bias.data.zero_()  # a constant would outvote the embedding
     save_head(head, folder, torch.float32)
     return str(folder)

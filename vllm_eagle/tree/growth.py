@@ -113,7 +113,7 @@ class StaticGrowth:
 
     def __init__(self, paths: Iterable[Iterable[int]]) -> None:
         """Order the paths by depth; raises `TreeError` for a missing parent, a repeated path or a limit passed."""
-        shape = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        shape = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         _check_paths(shape)
         self.paths = shape
         self.size, self.depth = len(shape), max(map(len, shape))
@@ -170,11 +170,14 @@ def _check_paths(shape: list[tuple[int, ...]]) -> None:
         raise TreeError("a static tree has at least 1 path")
     if len(shape) > MAX_NODES:
         raise TreeError(f"{len(shape)} paths are over the limit of {MAX_NODES} nodes")
-    known = set(shape)
+    known: set[tuple[int, ...]] = set()  # parents are shorter and stand before
     for path in shape:
-        if not path or min(path) < 0:
-            raise TreeError(f"path {list(path)}: want child ranks from 0 up")
+        if not path or not 0 <= min(path) <= max(path) < MAX_NODES:
+            raise TreeError(f"path {list(path)}: want child ranks from 0 to {MAX_NODES - 1}")
         if len(path) > MAX_DEPTH:
             raise TreeError(f"path {list(path)} is deeper than {MAX_DEPTH}")
         if len(path) > 1 and path[:-1] not in known:
             raise TreeError(f"path {list(path)} has no parent {list(path[:-1])}")
+        if path in known:
+            raise TreeError(f"path {list(path)} is there twice")
+        known.add(path)
