@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from vllm_eagle.attention import VEC_LAYOUT
 from vllm_eagle.drafting import Drafter, HeadCache, Known
 from vllm_eagle.testing import tiny_head, tiny_target
 from vllm_eagle.tree import DraftTree
+
+atexit.register(gc.unfreeze)  # as a worker's shutdown does: else all it made counts as leaked at exit
 
 ENGINE = {
     "dtype": "float32",

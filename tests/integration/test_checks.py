@@ -78,6 +78,7 @@ CONNECTOR = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"enable_lora": True, "max_num_seqs": 4}, "--enable-lora"),
         ({"kv_transfer_config": CONNECTOR}, "--kv-transfer-config is not supported together with trees; remove it"),
+        ({"long_prefill_token_threshold": 20}, "26 tokens, do not fit --long-prefill-token-threshold 20"),
         ({"max_num_scheduled_tokens": 20}, "25 nodes and its root, 26 tokens, do not fit --max-num-scheduled-tokens 20"),
         (
             {"max_num_batched_tokens": 24, "max_num_seqs": 1},

@@ -103,8 +103,9 @@ def _check_sizes(config: VllmConfig, options: Options) -> None:
     for flag, budget in (
         ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
         ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),  # vLLM 0.32 dies of it, 0 is none
     ):
-        if budget is not None and growth.size + 1 > budget:
+        if budget and growth.size + 1 > budget:
             raise EagleError(
                 f"a tree of {growth.size} nodes and its root, {growth.size + 1} tokens, do not fit {flag} {budget};"
                 f" lower --speculative-tree-size or raise that"
