@@ -164,21 +164,21 @@ def test_beyond_the_longest_context_drafting_pauses(
     folder = tiny_head(tmp_path / "head", copies=True, max_positions=positions)
     depth = 4
     llm = engine(
-        folders[0], max_model_len=256, **speculate(folder, tree_size=12, tree_depth=depth, tree_top_k=3, max_context=option)
+        folders[0], max_model_len=128, **speculate(folder, tree_size=12, tree_depth=depth, tree_top_k=3, max_context=option)
     )
     longest = option or positions - depth
     assert any("64 positions" in record.getMessage() for record in log.records) == (positions == 64)
-    asked = prompts([10, 63, 64, 65, 200])
+    asked = prompts([10, 63, 64, 65, 100])
     drafted: list[int] = []
 
     def see(known: Known, trees: list[DraftTree]) -> None:
         drafted.extend(len(history) for history, tree in zip(known.histories, trees, strict=True) if tree.size)
 
     with watching(llm, see):
-        got = [generate(llm, [prompt], greedy(250 - len(prompt)))[0] for prompt in asked]
-        together = generate(llm, asked, greedy(40))
-    assert got == [generate(base, [prompt], greedy(250 - len(prompt)))[0] for prompt in asked]
-    assert together == [out[:40] for out in got]
+        got = [generate(llm, [prompt], greedy(120 - len(prompt)))[0] for prompt in asked]
+        together = generate(llm, asked, greedy(20))
+    assert got == [generate(base, [prompt], greedy(120 - len(prompt)))[0] for prompt in asked]
+    assert together == [out[:20] for out in got]
     assert drafted and max(drafted) <= longest and max(drafted) > longest - depth - 1
 
 
