@@ -67,7 +67,7 @@ def want(plain: LLM) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def trees(target: str, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def trees(plain: LLM, target: str, tmp_path_factory: pytest.TempPathFactory) -> LLM:  # counters are the last engine's
     head = tiny_head(tmp_path_factory.mktemp("head"), vocab=300)
     options = speculate(head, tree_size=34, tree_depth=5, tree_top_k=4)
     return engine(target, **lettered_options(), **options, enable_prefix_caching=True, max_num_batched_tokens=64)
@@ -87,39 +87,32 @@ def logged() -> Iterator[list[logging.LogRecord]]:
         ours.handlers = [kept for kept in ours.handlers if kept is not handler]
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("where", ["drafter", "head", "embedding", "candidates"])
-def test_a_drafter_that_raises(
-    trees: LLM, want: list[list[int]], monkeypatch: Any, where: str, after: bool, share: float
-) -> None:
-    """Catches an exception in drafting that ends the engine, changes a text or verifies the tree of a step before; also
-    inside the head's passes, with half of a level's keys and values written."""
+@pytest.mark.parametrize("where", ["head", "embedding", "candidates"])
+def test_a_pass_of_the_head_that_raises(trees: LLM, want: list[list[int]], monkeypatch: Any, where: str, after: bool) -> None:
+    """Catches an exception inside one of the head's passes, some of its keys and values written, that ends the engine,
+    changes a text (sampled, constrained, its prompt in chunks or from the prefix cache) or leaves a tree of a step before."""
     proposer = runner_of(trees).drafter
     texts = [prompt + ids for prompt, ids in zip(ASKED, want, strict=True)]
     shape: dict[str, Any] = {"texts": texts, "depth": 4, "width": 3, "sibling": 1, "right_depth": [4, 2, 0, 3], "vocab": 260}
     half = Half(proposer.drafter, proposer.growth, **shape)
     owner, name = {
-        "drafter": (half, "draft"),
         "head": (proposer.drafter.head, "forward"),
         "embedding": (proposer.drafter, "embed"),
         "candidates": (proposer.drafter, "candidates"),
     }[where]
-    failing = Failing(getattr(owner, name), share, after)
+    failing = Failing(getattr(owner, name), 0.1, after)
     before = counters(trees)
     with drafting(trees, half), logged() as records:
-        monkeypatch.setattr(owner, name, failing, raising=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            assert generate(trees, ASKED, PARAMS) == want
+        told = [record.getMessage() for record in records if record.exc_info and record.exc_info[0] is Fault]
+        seen = since(before, counters(trees))
+        assert failing.raised > 5 and 0 < len(told) <= len(ASKED)
+        assert seen["accepted_tokens"] > 20  # the other steps draft
         assert generate(trees, ASKED, PARAMS) == want
-        assert failing.raised > 5
-        monkeypatch.undo()
-        assert (
-            len([record for record in records if "this fails now and then" in str(record.exc_info or record.getMessage())]) == 1
-        )
-        accepted = since(before, counters(trees))["accepted_tokens"]
-        assert accepted > 20 if share < 1 else accepted == 0
-        assert generate(trees, ASKED, PARAMS) == want  # and drafts again
-    assert since(before, counters(trees))["accepted_tokens"] > accepted + 50
-    assert runner_of(trees)._trees.keys() <= runner_of(trees).requests.keys()
+    assert not runner_of(trees)._trees.keys() - runner_of(trees).requests.keys()
 
 
 SIZE, BLOCK, BLOCKS = 40, 32, 4
@@ -130,18 +123,14 @@ def cramped(target: str, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """Trees of 40 nodes in a pool of four blocks, and the null block."""
     head = tiny_head(tmp_path_factory.mktemp("head"), vocab=300)
     options = speculate(head, tree_size=SIZE, tree_depth=5, tree_top_k=8)
-    return engine(target, **options, num_gpu_blocks_override=BLOCKS + 1, block_size=BLOCK)
+    return engine(target, **options, num_gpu_blocks_override=BLOCKS + 1, block_size=BLOCK, max_model_len=BLOCKS * BLOCK)
 
 
-@pytest.mark.parametrize("spare", [0, 1, 31])
 @pytest.mark.parametrize("prompt", [1, 33, 96, 120])
-def test_a_request_that_just_fits(plain: LLM, cramped: LLM, prompt: int, spare: int) -> None:
+def test_a_request_that_just_fits(plain: LLM, cramped: LLM, prompt: int) -> None:
     """Catches a request that waits for ever because its tree does not fit the pool; without a tree it fits (scenarios 31,
     75)."""
-    asked = [LETTERS[(5 * i + prompt) % 95] for i in range(prompt)]
-    tokens = BLOCKS * BLOCK - spare + 1 - prompt  # the last token's keys and values are never written
-    if tokens < 1:
-        asked, tokens = asked[: BLOCKS * BLOCK - spare], 1
+    asked, tokens = [LETTERS[(5 * i + prompt) % 95] for i in range(prompt)], BLOCKS * BLOCK - prompt
     text = generate(plain, [asked], greedy(tokens))[0]
     proposer = runner_of(cramped).drafter
     shape: dict[str, Any] = {"depth": 5, "width": 7, "sibling": 3, "right_depth": [5, 0, 2], "vocab": 260}

@@ -36,9 +36,12 @@ def draw_requests(seed: int, count: int, words: list[str]) -> list[Request]:
 
 
 def _at_length(request: Request, draw: random.Random, documents: list[list[int]]) -> Request:
+    """Let half of the requests write through several blocks, and begin most prompts with a part of a document."""
     params = dict(request.params)
-    if params["max_tokens"] > 20:
-        params["max_tokens"] = draw.choice([33, 60, 90])
+    if draw.random() < 0.5:
+        for early in ("stop", "stop_token_ids", "min_tokens", "repetition_detection"):
+            params.pop(early, None)
+        params |= {"ignore_eos": True, "max_tokens": draw.choice([60, 90, 120])}
     head = draw.choice(documents)[: draw.choice(HEADS)]
     return dataclasses.replace(request, prompt=head + request.prompt, params=params)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections import Counter, deque
@@ -12,6 +13,8 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 ROOMS = ("vllm_eagle", "vllm.v1")
+LAST_STEP = {"TreeRunner._draft_token_req_ids"}
+"""vLLM's own list of the last step's requests, made anew in the next step."""
 
 
 def resident() -> int:
@@ -22,23 +25,34 @@ def resident() -> int:
 class Inside:
     """Name it with `worker_extension_cls`; the scheduler must live in the worker's process."""
 
+    def is_idle(self) -> bool:
+        """Tell whether engine and runner have let go of every request."""
+        return not (self.model_runner.requests or _scheduler().has_requests())
+
     def look_inside(self, mark: str) -> dict[str, Any]:
-        """Return free blocks, attributes that still mention requests whose ids contain `mark`, objects and bytes held."""
-        gc.unfreeze()  # vLLM hides what it made at start-up from the collector
+        """Return free blocks, what still mentions requests whose ids contain `mark`, objects by kind, and bytes held."""
+        _scheduler()
         gc.collect()
         things = gc.get_objects()
-        (scheduler,) = [thing for thing in things if isinstance(thing, Scheduler)]
-        left = Counter()
+        left: Counter[str] = Counter()
         for thing in things:
             if str(type(thing).__module__).startswith(ROOMS):
                 for name, value in attributes(thing):
                     left[f"{type(thing).__name__}.{name}"] += mentions(value, mark)
         return {
-            "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-            "left": {name: count for name, count in left.items() if count},
-            "objects": len(things),
+            "free_blocks": _scheduler().kv_cache_manager.block_pool.get_num_free_blocks(),
+            "left": {name: count for name, count in left.items() if count and name not in LAST_STEP},
+            "kinds": dict(Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in things)),
             "resident": resident(),
         }
+
+
+@functools.cache
+def _scheduler() -> Scheduler:
+    """Find the scheduler of this process; vLLM hides what it made at start-up from the collector."""
+    gc.unfreeze()
+    (found,) = [thing for thing in gc.get_objects() if isinstance(thing, Scheduler)]
+    return found
 
 
 def attributes(thing: object) -> Iterator[tuple[str, Any]]:
