@@ -16,11 +16,12 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": NAME, "input": "abba", "temperature": 0, "max_output_tokens": 24},
     "/v1/messages": {"model": NAME, "messages": MESSAGES, "temperature": 0, "max_tokens": 24},
     "/v1/messages/count_tokens": {"model": NAME, "messages": MESSAGES},
-    "/inference/v1/generate": {"token_ids": [70, 71], "sampling_params": {"temperature": 0, "max_tokens": 24}},
+    "/v1/chat/completions/batch": GOOD_CHAT | {"messages": [MESSAGES, MESSAGES]},
+    "/generative_scoring": {"model": NAME, "query": "ab", "items": ["a", "b"], "label_token_ids": [70, 71]},
     "/tokenize": {"model": NAME, "prompt": "abba"},
     "/detokenize": {"model": NAME, "tokens": [70, 71]},
 }
-"""Nothing here changes what the server is: no pausing, scaling or loading."""
+"""Every path that takes a body, but those that change what the server is: no scaling, pausing or loading."""
 MOST = {"n": 3, "best_of": 3, "max_tokens": 40, "max_completion_tokens": 40, "max_output_tokens": 40, "min_tokens": 40}
 """Larger numbers only take longer."""
 
@@ -39,28 +40,33 @@ def draw_requests(page: dict[str, Any], examples: int, seed: int) -> list[Raw]:
 
 
 def _bodies(page: dict[str, Any], path: str, examples: int, seed: int) -> Iterator[Any]:
-    import hypothesis
     import schemathesis
     from schemathesis import GenerationMode
 
     operation = schemathesis.openapi.from_dict(page)[path]["POST"]
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-        drawn: list[Any] = []
+        yield from (case.body for case in _draw(operation.as_strategy(generation_mode=mode), examples, seed))
 
-        @hypothesis.seed(seed)
-        @hypothesis.settings(
-            max_examples=examples,
-            database=None,
-            deadline=None,
-            phases=[hypothesis.Phase.generate],
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )
-        @hypothesis.given(operation.as_strategy(generation_mode=mode))
-        def collect(case: Any, drawn: list[Any] = drawn) -> None:
-            drawn.append(case.body)
 
-        collect()
-        yield from drawn
+def _draw(strategy: Any, examples: int, seed: int) -> list[Any]:
+    import hypothesis
+
+    drawn: list[Any] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(strategy)
+    def collect(value: Any) -> None:
+        drawn.append(value)
+
+    collect()
+    return drawn
 
 
 def _request(path: str, body: Any) -> Raw:

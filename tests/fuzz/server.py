@@ -84,7 +84,7 @@ class Server:
 
     def wait(self) -> None:
         """Wait until it answers."""
-        for _ in range(2 * PATIENCE):
+        for _ in range(10 * PATIENCE):
             assert self.process.poll() is None, self.tail()
             if self.send("GET", "/health").status == 200:
                 return

@@ -77,19 +77,20 @@ class Soak:
         self.tally, self.silences = Tally(), list[Silence]()
         self.began = time.perf_counter()
 
-    async def run(self, seconds: float, rounds: int) -> None:
-        """Load the engine for `seconds`, in rounds; stop at the first round with a problem."""
+    async def run(self, seconds: float, rounds: int, asks: int) -> None:
+        """Load the engine for `seconds` or `asks` requests, in rounds; stop at the first round with a problem."""
         self.silences.append(await self._silence())
         reporter = asyncio.create_task(self._report_every(10))
-        for number in range(rounds):
-            await self._load(CLIENTS[number % len(CLIENTS)], seconds / rounds, number)
+        loads = [CLIENTS[number % len(CLIENTS)] for number in range(rounds)]
+        for number, clients in enumerate(loads):
+            await self._load(number, clients, seconds / rounds, asks * sum(loads[: number + 1]) // sum(loads))
             if not self.tally.problems:
                 await self._check()
             if self.tally.problems:
                 break
         reporter.cancel()
 
-    async def _load(self, clients: int, seconds: float, number: int) -> None:
+    async def _load(self, number: int, clients: int, seconds: float, asks: int) -> None:
         until = asyncio.get_running_loop().time() + seconds
         before = preemptions()
         work = [
@@ -223,7 +224,7 @@ async def soak(options: argparse.Namespace, folder: Path, screen: TextIO) -> tup
     under_test = start(target, folder, pool, not options.plain)
     try:
         found = Soak(under_test, pool, screen)
-        await found.run(options.minutes * 60, options.rounds)
+        await found.run(options.minutes * 60, options.rounds, options.asks)
         return found, metric("vllm:spec_decode_num_accepted_tokens")
     finally:
         under_test.shutdown()
@@ -233,6 +234,7 @@ def main() -> int:
     """Run, print the summary, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15, help="of load (default: 15)")
+    parser.add_argument("--asks", type=int, default=10**9, help="most requests in all, to end earlier (default: no limit)")
     parser.add_argument("--rounds", type=int, default=30, help="silences between (default: 30)")
     parser.add_argument("--requests", type=int, default=300, help="size of the pool of different requests (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="of the pool (default: 0)")

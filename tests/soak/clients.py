@@ -63,10 +63,10 @@ class Client:
         self.engine, self.pool, self.number, self.tally = engine, pool, number, tally
         self.random = random.Random(number)
 
-    async def work(self, until: float) -> None:
-        """Ask until the event loop's clock says `until`; the last request is waited for."""
+    async def work(self, until: float, asks: int) -> None:
+        """Ask until the event loop's clock says `until` or all clients have asked `asks` times; wait for the last answer."""
         clock = asyncio.get_running_loop().time
-        while clock() < until and not self.tally.problems:
+        while clock() < until and self.tally.counts["asked"] < asks and not self.tally.problems:
             await asyncio.sleep(self.random.expovariate(10) if self.random.random() < 0.7 else self.random.random())
             await self._ask(self.random.choice(self.pool))
 
