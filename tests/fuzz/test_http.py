@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,8 +16,13 @@ from tests.fuzz.compare import failed, show
 from tests.fuzz.schema import draw_requests
 from tests.fuzz.server import GOOD, PATIENCE, Server, models, serving
 
-FAILS_IN_VLLM: dict[str, int] = {}
-"""What plain vLLM 0.32 answers with an error of its own."""
+FAILS_IN_VLLM = {
+    "/v1/completions: grammar: regex of a bomb": 500,
+    "/v1/completions: grammar: json that refers to itself": 500,
+    "/v1/completions: grammar: only tokens that are not allowed": 500,
+    "/v1/completions: grammar: only tokens that are bad words": 500,
+}
+"""What plain vLLM 0.32 answers with an error of its own; the request alone fails."""
 
 
 @pytest.fixture(scope="module", params=["trees", pytest.param("plain", marks=pytest.mark.slow)])
@@ -51,11 +55,22 @@ def test_requests_drawn_from_the_schema(server: Server) -> None:
 def test_kill_9_of_the_engine(server: Server) -> None:
     """Catches clients left hanging, and a server that stays without its engine; last, since it ends the server."""
     (engine,) = server.children("EngineCore")
+    long = GOOD | {"max_tokens": 240}
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(server.post, "/v1/completions", **GOOD | {"max_tokens": 200, "n": 1}) for _ in range(2)]
-        streamed = [pool.submit(server.post, "/v1/completions", **GOOD | {"max_tokens": 200, "stream": True}) for _ in range(2)]
-        time.sleep(0.3)
+        asked = [pool.submit(server.post, "/v1/completions", **long) for _ in range(2)]
+        streamed = [pool.submit(server.post, "/v1/completions", **long, stream=True) for _ in range(2)]
+        while running(server) < 4:
+            assert not asked[0].done()
         engine.kill()
-        replies = [future.result() for future in asked + streamed]
+        whole, pieces = [future.result() for future in asked], [future.result() for future in streamed]
+    assert [reply.status for reply in whole] == [500, 500]
+    assert all("EngineCore" in reply.json()["error"]["message"] for reply in whole)
+    assert [reply.status for reply in pieces] == [200, 200]  # the text had begun
+    assert all(b'"error"' in reply.body and reply.body.endswith(b"data: [DONE]\n\n") for reply in pieces)
     assert server.process.wait(PATIENCE) == 0
-    assert replies == []
+
+
+def running(server: Server) -> int:
+    """Return how many requests the engine is busy with."""
+    text = server.send("GET", "/metrics").body.decode()
+    return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
