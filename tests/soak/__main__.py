@@ -93,10 +93,8 @@ class Soak:
     async def _load(self, number: int, clients: int, seconds: float, asks: int) -> None:
         until = asyncio.get_running_loop().time() + seconds
         before = preemptions()
-        work = [
-            asyncio.create_task(Client(self.engine, self.pool, 1000 * number + i, self.tally).work(until))
-            for i in range(clients)
-        ]
+        asking = [Client(self.engine, self.pool, 1000 * number + i, self.tally) for i in range(clients)]
+        work = [asyncio.create_task(client.work(until, asks)) for client in asking]
         done, pending = await asyncio.wait(work, timeout=seconds + STUCK_SECONDS)
         self.tally.problems += [f"client failed: {task.exception()!r}" for task in done if task.exception()]
         if pending:

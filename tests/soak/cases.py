@@ -12,7 +12,7 @@ from vllm import LLM
 from tests.integration.harness import LETTERS, THINK
 from tests.integration.random_requests import Request, RequestMaker, run
 
-HEADS = (0, 0, 32, 64, 96)
+HEADS = (0, 0, 0, 32, 64)
 """How many tokens of a common document a prompt may begin with: full blocks for the prefix cache."""
 
 
@@ -41,7 +41,7 @@ def _at_length(request: Request, draw: random.Random, documents: list[list[int]]
     if draw.random() < 0.5:
         for early in ("stop", "stop_token_ids", "min_tokens", "repetition_detection"):
             params.pop(early, None)
-        params |= {"ignore_eos": True, "max_tokens": draw.choice([60, 90, 120])}
+        params |= {"ignore_eos": True, "max_tokens": draw.choice([60, 100, 150])}
     head = draw.choice(documents)[: draw.choice(HEADS)]
     return dataclasses.replace(request, prompt=head + request.prompt, params=params)
 
