@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test venv check test-full clean
+.PHONY: help demo test venv check test-full soak fuzz clean
 
 help:
 	@echo "make demo       answer a few prompts with plain vLLM and with trees, side by side (2 minutes after set-up)"
@@ -11,6 +11,8 @@ help:
 	@echo "make venv       the virtual environment alone (5 minutes, 3.5 GB; a second run takes a second)"
 	@echo "make check      linters and types alone (1 minute)"
 	@echo "make test-full  the suite and its slow part on tiny models: every tree shape, batch size and block offset, compiled mode"
+	@echo "make soak       15 minutes of load: 64 clients, a K/V pool that preempts all the time, every text compared (MINUTES=15)"
+	@echo "make fuzz       malformed HTTP requests drawn from the server's own schema, compared with plain vLLM (10 minutes)"
 	@echo "make clean      remove .venv and caches"
 
 venv:
@@ -28,6 +30,13 @@ test: check
 
 test-full: venv
 	@$(BIN)/python -m pytest -m "slow or not slow"
+
+soak: venv
+	@$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),15)
+
+fuzz: venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check "schemathesis>=4.32,<5"
+	@$(BIN)/python -m tests.fuzz
 
 clean:
 	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.config import ReasoningConfig
+from vllm.config import ReasoningConfig, StructuredOutputsConfig
 from vllm.sampling_params import RequestOutputKind
 
 from tests.integration.random_requests import Damp, Shift
@@ -63,18 +63,22 @@ LETTERS = list(range(36, 131))
 """Printable tokens of the tiny target with letters."""
 
 
-def lettered_engines(folder: Path, **options: Any) -> tuple[LLM, LLM]:
-    """Start plain decoding and trees on a tiny target that writes letters, with everything a request may ask for."""
-    target, head = tiny_target(folder / "target", vocab=300, letters=True), tiny_head(folder / "head", vocab=300)
-    options = {
+def lettered_options() -> dict[str, Any]:
+    """Return options for a tiny target that writes letters, with everything a request may ask for."""
+    return {
         "logits_processors": [Shift, Damp],
         "max_logprobs": 10,
         "reasoning_config": ReasoningConfig(
             reasoning_parser="deepseek_r1", reasoning_start_str="<think>", reasoning_end_str="</think>"
         ),
-        "structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": "deepseek_r1"},
-        **options,
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar", reasoning_parser="deepseek_r1"),
     }
+
+
+def lettered_engines(folder: Path, **options: Any) -> tuple[LLM, LLM]:
+    """Start plain decoding and trees on such a target."""
+    target, head = tiny_target(folder / "target", vocab=300, letters=True), tiny_head(folder / "head", vocab=300)
+    options = {**lettered_options(), **options}
     return engine(target, **options), engine(target, **options, **speculate(head, tree_size=34, tree_depth=5, tree_top_k=4))
 
 
