@@ -5,6 +5,7 @@ Time is counted, not measured, so nothing here depends on the machine the test r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ class Machine:
     seed: int = 0
     now: float = 0.0  # what a clock shows
     spent: float = 0.0  # without noise: what a policy is judged by
+    speed: float = 0.0
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,6 +41,8 @@ class Machine:
 
     def spend(self, seconds: float) -> None:
         self.spent += seconds
+        self.speed += 0.02 * self.rng.normal() - 0.01 * self.speed  # drifts by a tenth or two over some hundred steps
+        seconds *= math.exp(self.speed)
         self.now += seconds * self.rng.lognormal(0, 0.05) * (5.0 if self.rng.random() < 0.02 else 1.0)
 
     def costs(self, error: float = 1.0) -> Costs:
@@ -186,5 +190,5 @@ def test_as_fast_as_the_best_fixed_tree(machine: str, kind: str, requests: int) 
     best = max(fixed.values())
     got = rate(Controller(place.costs(error=1.5), GROWTH.size, GROWTH.depth, clock=lambda: place.now), 400 + 800 // requests)
     print(f"{machine:8} {kind:9} {requests:3}  plain {plain:7.1f}  fixed {best / plain:5.2f}  auto {got / plain:5.2f}")
-    assert got >= 0.98 * plain
-    assert got >= 0.95 * best
+    assert got >= 0.97 * plain
+    assert got >= (0.85 if machine == "padded" else 0.93) * best  # at the edge of a step a guess too many costs a whole step

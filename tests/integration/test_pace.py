@@ -96,7 +96,7 @@ def test_costs_are_measured(auto: LLM) -> None:
     assert 0 < float(costs.verify(1)) <= float(costs.verify(64))
     assert 0 < float(costs.level(1)) <= float(costs.level(64))
     assert costs.rest > 0
-    assert len(costs.verify._all) > 10  # steps corrected it
+    assert len(costs.verify._speeds) > 10  # steps corrected it
 
 
 def test_a_useless_head_is_given_up(target: str, tmp_path: Path) -> None:

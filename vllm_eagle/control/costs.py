@@ -1,4 +1,4 @@
-"""What a step costs, in seconds: a curve measured at start-up, corrected by every step since.
+"""What a step costs, in seconds: curves measured at start-up, corrected by every step since.
 
 Shapes: `n` row counts.
 """
@@ -11,44 +11,47 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-RECENT = 9
-"""Steps a row count is judged by: their median shrugs off a neighbour that takes the machine for a moment."""
+RECENT = 15
+"""Steps whose median says how fast the machine is just now: it shrugs off a neighbour that takes it for a moment."""
+PATIENCE = 0.1
+"""How far one step moves the shape of the curve near its row count."""
 
 
 class Curve:
-    """Seconds by rows: the shape measured at start-up, times how much slower than that recent steps were.
+    """Seconds by rows: a shape measured at start-up and refined by steps, times how fast the machine is just now.
 
-    The correction is the median of the last steps near the same row count, and of the last steps at all where there are none.
+    A machine that slows down slows every row count, also those no step had lately; what one step says of its own row count
+    against the others moves the shape a little.
     """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """`rows` ascending, with the `seconds` measured for each."""
         self._rows = np.asarray(rows, np.float64)
-        self._seconds = np.maximum.accumulate(np.asarray(seconds, np.float64))  # more rows never take less time
-        self._near: list[deque[float]] = [deque(maxlen=RECENT) for _ in rows]
-        self._all: deque[float] = deque(maxlen=3 * RECENT)
-        self._corrected = self._seconds.copy()
+        self._shape = np.maximum.accumulate(np.asarray(seconds, np.float64))  # more rows never take less time
+        self._speeds: deque[float] = deque(maxlen=RECENT)
+        self._speed = 1.0
 
     def __call__(self, rows: ArrayLike) -> NDArray[np.float64]:
         """Return the seconds expected for row counts [n]."""
-        return self._at(np.asarray(rows, np.float64), self._corrected)
+        return self._speed * self._at(np.asarray(rows, np.float64))
 
     def observe(self, rows: int, seconds: float) -> None:
         """Take a step of `rows` that took `seconds`."""
-        factor = seconds / float(self._at(np.asarray([rows], np.float64), self._seconds)[0])
-        self._near[int(np.abs(self._rows - rows).argmin())].append(factor)
-        self._all.append(factor)
-        general = float(np.median(self._all))
-        factors = np.array([np.median(near) if len(near) >= 3 else general for near in self._near])
-        self._corrected = np.maximum.accumulate(self._seconds * factors)
+        ratio = seconds / float(self._at(np.asarray([rows], np.float64))[0])
+        if self._speeds:
+            near = int(np.abs(self._rows - rows).argmin())
+            self._shape[near] *= np.clip(ratio / self._speed, 0.5, 2.0) ** PATIENCE
+            np.maximum.accumulate(self._shape, out=self._shape)
+        self._speeds.append(ratio)
+        self._speed = float(np.median(self._speeds))
 
-    def _at(self, rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        inside = np.interp(rows, self._rows, seconds)
+    def _at(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        inside: NDArray[np.float64] = np.interp(rows, self._rows, self._shape)
         if len(self._rows) < 2:
             return inside
-        slope = (seconds[-1] - seconds[-2]) / (self._rows[-1] - self._rows[-2])
-        beyond: NDArray[np.float64] = inside + np.maximum(0.0, rows - self._rows[-1]) * slope
-        return beyond
+        slope = (self._shape[-1] - self._shape[-2]) / (self._rows[-1] - self._rows[-2])
+        inside += np.maximum(0.0, rows - self._rows[-1]) * slope
+        return inside
 
 
 class Costs:
@@ -57,7 +60,7 @@ class Costs:
     def __init__(self, verify: Curve, first: Curve, level: Curve) -> None:
         """`verify` by rows of the target; `first` by newly known positions and `level` by frontier nodes of the head."""
         self.verify, self.first, self.level = verify, first, level
-        self._rest: deque[float] = deque([0.0], maxlen=3 * RECENT)
+        self._rest: deque[float] = deque([0.0], maxlen=RECENT)
 
     @property
     def rest(self) -> float:

@@ -241,14 +241,14 @@ class TreeRunner(CPUModelRunner):
         assert step is not None
         known = self._backlog.join(self._known(step, sampled_token_ids, hidden_states))
         try:
-            trees = self._draft(step, known)
+            trees = dict(zip(known.request_ids, self._draft(step, known), strict=True))
         except Exception:
             self._report_failure(known.request_ids)
-            trees = self._postpone(known)
-        self._trees.update(zip(known.request_ids, trees, strict=True))
+            trees = dict(zip(known.request_ids, self._postpone(known), strict=True))
+        self._trees.update(trees)
         if self._pace is not None:
             self._pace.end_step()
-        return [tree.nodes for tree in trees]
+        return [trees[request].nodes for request in known.request_ids]
 
     def _draft(self, step: Step, known: Known) -> list[DraftTree]:
         if self._pace is not None:
