@@ -235,7 +235,7 @@ def test_32_every_block_comes_back(small: LLM, count: int) -> None:
             {"ignore_eos": True},  # to be aborted
             {"structured_outputs": StructuredOutputsParams(regex="((w5|w9|w30)(w7|w11){3,9}w3)+")},
         ][r % 4]
-        params = SamplingParams(temperature=0.7 * (r % 3), seed=r, max_tokens=30, **options)
+        params = SamplingParams(temperature=0.7 * (r % 3), seed=r, max_tokens=70, **options)
         core.add_request(f"{count}-{r}", {"prompt_token_ids": prompt}, params)
     step = 0
     aborted = iter([f"{count}-{r}" for r in range(2, count, 4)])

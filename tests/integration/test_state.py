@@ -196,7 +196,7 @@ def test_25_a_second_pass_over_the_cache(base: LLM, tree: LLM, caching: LLM) -> 
         outs = caching.generate([{"prompt_token_ids": p} for p in asked], greedy(1), use_tqdm=False)
     hits = [out.num_cached_tokens for out in outs]
     found, on = trace(caching, asked, params)
-    assert sum(hits) > 20 * 32
+    assert sum(hits) >= 20 * 32  # each hit gives up its last block
     assert found == ids
     accepted, without = (sum(map(sum, counts)) / sum(map(len, counts)) for counts in (on, off))
     assert accepted >= 0.95 * without > 1.2
@@ -225,7 +225,9 @@ def test_26_conversations_keep_their_prefix(models: tuple[str, str]) -> None:
         return said, hits
 
     plain, want = talk(engine(models[0], **options))
-    llm = engine(models[0], **options, **speculate(models[1], **TREE))
+    trees = speculate(models[1], **TREE)
+    trees["speculative_config"]["disable_eagle_block_drop"] = True  # what a hit gives up is another scenario
+    llm = engine(models[0], **options, **trees)
     before = counters(llm)
     said, hits = talk(llm)
     assert said == plain
