@@ -20,4 +20,4 @@ def test_soak_for_a_while(repository: Path, tmp_path: Path) -> None:
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["finished"] > 90
     assert min(figures[how] for how in ("cancelled", "closed", "aborted")) > 10
-    assert figures["preemptions"] > 20
+    assert figures["preemptions"] > 5
