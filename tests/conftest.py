@@ -28,5 +28,14 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a head that guesses right now and then."""
+    from vllm_eagle.testing import tiny_head, tiny_target
+
+    root = tmp_path_factory.mktemp("models")
+    return tiny_target(root / "target", damping=0.002), tiny_head(root / "head", copies=True)
+
+
+@pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).parent.parent

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from vllm_eagle.testing import tiny_head, tiny_target
-
 REGEX = "(w5|w9|w30)(w7|w11){3,9}w3"
 SPECIAL: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": REGEX}, "ignore_eos": False},
@@ -27,13 +25,6 @@ SPECIAL: list[dict[str, Any]] = [
 ]
 """What vLLM refuses under speculation, or what needs the tree in the scheduler's process."""
 PROMPTS = ["w5 w9 w200", "w77 " * 40, "w3", "w12 w13 w14 w15"]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a head that guesses right now and then."""
-    root = tmp_path_factory.mktemp("models")
-    return tiny_target(root / "target", damping=0.002), tiny_head(root / "head", copies=True)
 
 
 @pytest.fixture(scope="module")

@@ -14,30 +14,23 @@ from vllm import LLM
 
 from tests.integration.harness import ENGINE, engine, greedy, prompts, trace
 from vllm_eagle import speculate
-from vllm_eagle.testing import tiny_head, tiny_target
 
 TREE = {"tree_size": 12, "tree_depth": 4, "tree_top_k": 4}
 ASKED = prompts([5 + 9 * r for r in range(10)])
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    root = tmp_path_factory.mktemp("models")
-    return tiny_target(root / "target", damping=0.002), tiny_head(root / "head", copies=True)
-
-
-@pytest.fixture(scope="module")
-def plain(models: tuple[str, str]) -> LLM:
+def plain(folders: tuple[str, str]) -> LLM:
     """Before the other process runs: two at a time are too many for a small machine."""
-    return engine(models[0])
+    return engine(folders[0])
 
 
 @pytest.fixture(scope="module")
-def theirs(plain: LLM, models: tuple[str, str], repository: Path) -> dict[str, Any]:
+def theirs(plain: LLM, folders: tuple[str, str], repository: Path) -> dict[str, Any]:
     """What the other process found."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.other_process"],
-        input=json.dumps([*models, ASKED, ENGINE, TREE]),
+        input=json.dumps([*folders, ASKED, ENGINE, TREE]),
         capture_output=True,
         text=True,
         timeout=300,
@@ -56,9 +49,9 @@ def test_77_without_speculation_the_plugin_changes_nothing(plain: LLM, theirs: d
     assert len(theirs["metrics"]) > 20
 
 
-def test_93_equal_runs_accept_equally(models: tuple[str, str], plain: LLM, theirs: dict[str, Any]) -> None:
+def test_93_equal_runs_accept_equally(folders: tuple[str, str], plain: LLM, theirs: dict[str, Any]) -> None:
     """Catches acceptance that hangs on the hour, the process or what ran before (scenario 93)."""
-    llm = engine(models[0], **speculate(models[1], **TREE))
+    llm = engine(folders[0], **speculate(folders[1], **TREE))
     found = [trace(llm, ASKED, greedy(40)) for _ in range(3)]
     assert found == [found[0]] * 3
     assert list(found[0]) == theirs["trace"]

@@ -11,17 +11,10 @@ from vllm import LLM, SamplingParams
 from tests.integration.harness import cached, counters, engine, generate, greedy, prompts, runner_of, since, watching
 from vllm_eagle import speculate
 from vllm_eagle.integration import pace
-from vllm_eagle.testing import tiny_head, tiny_target
+from vllm_eagle.testing import tiny_head
 
 LENGTHS = [5, 70, 33, 18, 9]
 TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a head that guesses right now and then."""
-    root = tmp_path_factory.mktemp("models")
-    return tiny_target(root / "target", damping=0.002), tiny_head(root / "head", copies=True)
 
 
 @pytest.fixture(scope="module")

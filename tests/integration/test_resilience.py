@@ -15,18 +15,11 @@ from tests.integration.harness import cached, counters, drafting, engine, genera
 from vllm_eagle import speculate
 from vllm_eagle.drafting import Drafter, HeadCache, Known
 from vllm_eagle.integration import watch
-from vllm_eagle.testing import Oracle, tiny_head, tiny_target
+from vllm_eagle.testing import Oracle, tiny_head
 from vllm_eagle.tree import DraftTree
 
 LENGTHS = [5, 70, 33, 18]
 TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a head that guesses right now and then."""
-    root = tmp_path_factory.mktemp("models")
-    return tiny_target(root / "target", damping=0.002), tiny_head(root / "head", copies=True)
 
 
 @pytest.fixture(scope="module")
