@@ -61,3 +61,21 @@ def test_masked_garbage_does_not_leak() -> None:
     all_keys, all_values = torch.cat((keys, key))[:, 0], torch.cat((values, value))[:, 0]
     want = (query[:, 0] @ all_keys.T * 0.2).softmax(-1) @ all_values
     torch.testing.assert_close(got[:, 0], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nodes", [0, 3, 16, 60])
+def test_a_row_does_not_depend_on_its_company(nodes: int) -> None:
+    """Catches bits that change with the batch: how rows are dealt to tasks and tiles must not reorder any sum."""
+    generator = torch.Generator().manual_seed(nodes)
+    tree, batch, rows = random_tree(nodes, generator), 24, nodes + 1
+    cache, table = torch.randn(batch * 3, 3, 32, 128, generator=generator), torch.arange(batch * 3).reshape(batch, 3).int()
+    query, key, value = (torch.randn(batch * rows, h, 64, generator=generator) for h in (9, 3, 3))
+    contexts = torch.arange(batch, dtype=torch.int32) * 4
+    together, alone = torch.empty_like(query), torch.empty_like(query)
+    attend = NativeTreeAttention()
+    starts = torch.arange(batch, dtype=torch.int32) * rows
+    attend(query, key, value, cache, TreeRows.of_trees([tree] * batch, starts, contexts, table), 0.125, together)
+    for r in range(batch):
+        one = TreeRows.of_trees([tree], starts[r : r + 1], contexts[r : r + 1], table[r : r + 1])
+        attend(query, key, value, cache, one, 0.125, alone)
+    assert torch.equal(together, alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ LIMIT = 64
 
 @pytest.fixture(scope="module")
 def limited(target: str, head: str) -> LLM:
-    return engine(target, **speculate(head, tree_size=12, tree_depth=4, tree_top_k=3), max_model_len=LIMIT)
+    return engine(target, **speculate(head, tree_size=17, tree_depth=6, tree_top_k=3), max_model_len=LIMIT)
 
 
 @pytest.mark.parametrize("short", [1, 2, 3, 5, 9])
@@ -131,3 +132,25 @@ def test_length_limit_to_the_token(base: LLM, limited: LLM, short: int) -> None:
         assert [list(out.outputs[0].token_ids) for out in outs] == want
         assert {out.outputs[0].finish_reason for out in outs} == {"length"}
     assert since(before, counters(limited))["accepted_tokens"] > 20  # the oracle's turn
+
+
+@pytest.fixture(scope="module")
+def up_to_the_limit(base: LLM) -> list[tuple[list[int], list[int]]]:
+    """Prompts of every length that leaves room, and plain decoding to the limit."""
+    asked = prompts(list(range(1, LIMIT)))
+    return list(zip(asked, generate(base, asked, [greedy(LIMIT - len(prompt)) for prompt in asked]), strict=True))
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+@pytest.mark.parametrize("lengths", [range(1, LIMIT), [LIMIT - 1], [LIMIT - 4, 3, 5, 8]], ids=["all", "alone", "neighbours"])
+def test_35_every_prompt_length_at_every_depth(
+    limited: LLM, up_to_the_limit: list[tuple[list[int], list[int]]], depth: int, lengths: Sequence[int]
+) -> None:
+    """Catches an index past the last position, for the request at its limit or its neighbours (scenario 35)."""
+    drafter, texts = runner_of(limited).drafter, [prompt + out + [5] * 9 for prompt, out in up_to_the_limit]
+    usual, drafter.drafter = drafter.drafter, Oracle(None, drafter.growth, texts=texts, depth=depth, width=2, sibling=1)
+    asked = [up_to_the_limit[length - 1] for length in lengths]
+    outs = limited.generate([{"prompt_token_ids": prompt} for prompt, _ in asked], greedy(1000), use_tqdm=False)
+    drafter.drafter = usual
+    assert [list(out.outputs[0].token_ids) for out in outs] == [want for _, want in asked]
+    assert {out.outputs[0].finish_reason for out in outs} == {"length"}

@@ -36,9 +36,9 @@ def draw_requests(seed: int, count: int, words: list[str]) -> list[Request]:
 
 
 def _at_length(request: Request, draw: random.Random, documents: list[list[int]]) -> Request:
-    """Let half of the requests write through several blocks, and begin most prompts with a part of a document."""
+    """Let most requests write through several blocks, and begin most prompts with a part of a document."""
     params = dict(request.params)
-    if draw.random() < 0.5:
+    if draw.random() < 0.75:
         for early in ("stop", "stop_token_ids", "min_tokens", "repetition_detection"):
             params.pop(early, None)
         params |= {"ignore_eos": True, "max_tokens": draw.choice([60, 100, 150])}

@@ -120,6 +120,6 @@ class Client:
     def _compare(self, case: Case, name: str, received: list[Received], whole: bool, final: Any) -> None:
         found = [wrong for got, want in zip(received, case.want.outputs, strict=True) if (wrong := got.wrong(want, whole))]
         if whole and final is not None and not found and len(final.outputs) == len(received):
-            found = differences(case.want, final)
+            found = differences(case.want, final, trades=2)  # some thousand texts: now and then two logits tie
         if found:
             self.tally.problems.append(f"{name}: {found}; alone: {describe(case.request)}")

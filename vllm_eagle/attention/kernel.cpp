@@ -2,17 +2,20 @@
 //
 // A block of one K/V head is K transposed [K][block] followed by V [block][K], so both loops below run over
 // contiguous numbers: scores over the tokens of a block, the weighted sum over the dimensions of a value.
-// One task is a tile of up to TILE queries that share a K/V head; tasks are independent.
+// One task is a span of queries that share a K/V head; it reads each block from memory once and goes over it a tile at
+// a time, while the block lies in the core's own cache. Tasks are independent.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <omp.h>
 #include <vector>
 
 namespace {
 
-constexpr int TILE = 4;   // queries that share each load of K and V
+constexpr int TILE = 8;   // queries that share each load of K and V in registers
+constexpr int SPAN = 64;  // most queries that share each read of a block from memory
 constexpr int LANES = 16; // floats of one vector; the compiler splits it where registers are narrower
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
@@ -61,71 +64,87 @@ inline vec exp_vec(vec x) {
 inline float sum(vec v) { float s = 0; for (int i = 0; i < LANES; ++i) s += v[i]; return s; }
 inline float top(vec v) { float m = v[0]; for (int i = 1; i < LANES; ++i) m = std::max(m, v[i]); return m; }
 
-struct Tile { // running softmax of up to TILE queries: maximum, sum, weighted values
-  float peak[TILE], total[TILE];
-};
+struct Softmax { float peak, total; }; // running maximum and sum of one query
 
-template <typename E>
+// Write scores [T][block] of T queries [T][size] with the tokens of a block.
+template <int T, typename E>
 void scores_of_block(const float* q, int size, const E* key, int block, int used, float* out) {
   for (int at = 0; at < used; at += 2 * LANES) {
-    vec acc[TILE][2] = {};
+    vec acc[T][2] = {};
     for (int d = 0; d < size; ++d) {
       const vec a = load(key + (int64_t)d * block + at), b = load(key + (int64_t)d * block + at + LANES);
-      for (int i = 0; i < TILE; ++i) {
+      for (int i = 0; i < T; ++i) {
         acc[i][0] += q[i * size + d] * a;
         acc[i][1] += q[i * size + d] * b;
       }
     }
-    for (int i = 0; i < TILE; ++i) std::memcpy(out + i * block + at, acc[i], sizeof acc[i]);
+    for (int i = 0; i < T; ++i) std::memcpy(out + i * block + at, acc[i], sizeof acc[i]);
   }
 }
 
-// Turn scores [TILE][block] into weights in place and fold their maximum and sum into the running softmax.
-void weigh(Tile& tile, float* scores, float* acc, int size, int block, int used) {
+// Turn scores [T][block] into weights in place and fold their maximum and sum into the running softmax.
+template <int T>
+void weigh(Softmax* soft, float* scores, float* acc, int size, int block, int used) {
   const int padded = (used + LANES - 1) / LANES * LANES;
-  for (int i = 0; i < TILE; ++i) {
+  for (int i = 0; i < T; ++i) {
     float* row = scores + i * block;
     for (int j = used; j < padded; ++j) row[j] = -std::numeric_limits<float>::infinity();
     vec high = load(row);
     for (int j = LANES; j < padded; j += LANES) { const vec v = load(row + j); high = v > high ? v : high; }
-    const float peak = std::max(tile.peak[i], top(high)), shrink = std::exp(tile.peak[i] - peak);
+    const float peak = std::max(soft[i].peak, top(high));
     vec total = {};
     for (int j = 0; j < padded; j += LANES) {
       const vec w = exp_vec(load(row + j) - peak);
       std::memcpy(row + j, &w, sizeof w);
       total += w;
     }
-    tile.peak[i] = peak;
-    tile.total[i] = tile.total[i] * shrink + sum(total);
-    for (int d = 0; d < size; ++d) acc[i * size + d] *= shrink;
-  }
-}
-
-template <typename E>
-void add_values(const float* weights, int stride, const E* value, int size, int used, float* acc) {
-  for (int at = 0; at < size; at += LANES) {
-    vec sums[TILE];
-    for (int i = 0; i < TILE; ++i) sums[i] = load(acc + i * size + at);
-    for (int j = 0; j < used; ++j) {
-      const vec v = load(value + (int64_t)j * size + at);
-      for (int i = 0; i < TILE; ++i) sums[i] += weights[i * stride + j] * v;
+    if (peak > soft[i].peak) {
+      const float shrink = std::exp(soft[i].peak - peak);
+      soft[i] = {peak, soft[i].total * shrink};
+      for (int d = 0; d < size; ++d) acc[i * size + d] *= shrink;
     }
-    for (int i = 0; i < TILE; ++i) std::memcpy(acc + i * size + at, &sums[i], sizeof sums[i]);
+    soft[i].total += sum(total);
   }
 }
 
-// Fold the row's ancestors, one key and value each, into query i of the tile.
+// Add weights [T][stride] times values [used][size] to acc [T][size], W vectors of dimensions at a time.
+template <int T, int W, typename E>
+void add_values(const float* weights, int stride, const E* value, int size, int used, float* acc) {
+  vec sums[T][W];
+  for (int i = 0; i < T; ++i)
+    for (int w = 0; w < W; ++w) sums[i][w] = load(acc + i * size + w * LANES);
+  for (int j = 0; j < used; ++j) {
+    vec v[W];
+    for (int w = 0; w < W; ++w) v[w] = load(value + (int64_t)j * size + w * LANES);
+    for (int i = 0; i < T; ++i)
+      for (int w = 0; w < W; ++w) sums[i][w] += weights[i * stride + j] * v[w];
+  }
+  for (int i = 0; i < T; ++i)
+    for (int w = 0; w < W; ++w) std::memcpy(acc + i * size + w * LANES, &sums[i][w], sizeof sums[i][w]);
+}
+
+// Attend from T queries to one block.
+template <int T, typename E>
+void attend(const float* q, Softmax* soft, float* acc, const E* page, int size, int block, int used, float* scores) {
+  scores_of_block<T>(q, size, page, block, used, scores);
+  weigh<T>(soft, scores, acc, size, block, used);
+  const E* value = page + (int64_t)block * size;
+  int at = 0;
+  for (; at + 2 * LANES <= size; at += 2 * LANES) add_values<T, 2>(scores, block, value + at, size, used, acc + at);
+  for (; at < size; at += LANES) add_values<T, 1>(scores, block, value + at, size, used, acc + at);
+}
+
+// Fold the row's ancestors, one key and value each, into a query.
 template <typename E>
-void add_ancestors(Tile& tile, int i, const float* q, float* acc, uint64_t word, const E* key, const E* value,
+void add_ancestors(Softmax& soft, const float* q, float* acc, uint64_t word, const E* key, const E* value,
                    int64_t key_stride, int64_t value_stride, int size) {
   for (; word; word &= word - 1) {
     const int j = __builtin_ctzll(word);
     vec dot = {};
     for (int d = 0; d < size; d += LANES) dot += load(q + d) * load(key + j * key_stride + d);
-    const float score = sum(dot), peak = std::max(tile.peak[i], score);
-    const float shrink = std::exp(tile.peak[i] - peak), weight = std::exp(score - peak);
-    tile.peak[i] = peak;
-    tile.total[i] = tile.total[i] * shrink + weight;
+    const float score = sum(dot), peak = std::max(soft.peak, score);
+    const float shrink = std::exp(soft.peak - peak), weight = std::exp(score - peak);
+    soft = {peak, soft.total * shrink + weight};
     for (int d = 0; d < size; d += LANES) {
       const vec v = load(acc + d) * shrink + weight * load(value + j * value_stride + d);
       std::memcpy(acc + d, &v, sizeof v);
@@ -140,24 +159,29 @@ void run(const E* query, const E* tree_key, const E* tree_value, const E* cache,
          int64_t kv_heads, int64_t size, int64_t block, int64_t query_stride, int64_t key_stride, int64_t value_stride,
          int64_t output_stride, float scale) {
   const int64_t group = heads / kv_heads;
+  int64_t queries = 0;
+  for (int64_t r = 0; r < trees; ++r) queries += num_rows[r] * heads;
+  // Long spans read less, short ones keep every thread busy.
+  const int64_t share = queries / (4 * omp_get_max_threads()) / TILE * TILE;
+  const int64_t span = std::min<int64_t>(SPAN, std::max<int64_t>(TILE, share));
   struct Task { int32_t tree, head, first; };
   std::vector<Task> tasks;
   for (int64_t r = 0; r < trees; ++r)
     for (int64_t g = 0; g < kv_heads; ++g)
-      for (int64_t first = 0; first < num_rows[r] * group; first += TILE)
+      for (int64_t first = 0; first < num_rows[r] * group; first += span)
         tasks.push_back({(int32_t)r, (int32_t)g, (int32_t)first});
 #pragma omp parallel
   {
-    std::vector<float> q(TILE * size), acc(TILE * size), scores(TILE * block);
+    std::vector<float> q(span * size), acc(span * size), scores(TILE * block);
+    std::vector<Softmax> soft(span);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < (int64_t)tasks.size(); ++t) {
       const int64_t r = tasks[t].tree, g = tasks[t].head, first = tasks[t].first;
-      const int count = (int)std::min<int64_t>(TILE, num_rows[r] * group - first);
-      Tile tile;
+      const int count = (int)std::min<int64_t>(span, num_rows[r] * group - first);
       std::fill(q.begin(), q.end(), 0.0f);
       std::fill(acc.begin(), acc.end(), 0.0f);
-      for (int i = 0; i < TILE; ++i) { tile.peak[i] = -1e30f; tile.total[i] = 0; }
-      for (int i = 0; i < count; ++i) { // query i of the tile: row (first + i) / group, head g * group + (first + i) % group
+      std::fill(soft.begin(), soft.end(), Softmax{-1e30f, 0.0f});
+      for (int i = 0; i < count; ++i) { // query i of the task: row (first + i) / group, head g * group + (first + i) % group
         const E* from = query + (query_start[r] + (first + i) / group) * query_stride + (g * group + (first + i) % group) * size;
         for (int d = 0; d < size; d += LANES) {
           const vec v = load(from + d) * scale;
@@ -167,17 +191,19 @@ void run(const E* query, const E* tree_key, const E* tree_value, const E* cache,
       for (int64_t at = 0; at < context_len[r]; at += block) {
         const int used = (int)std::min<int64_t>(block, context_len[r] - at);
         const E* page = cache + (block_table[r * table_stride + at / block] * kv_heads + g) * block * 2 * size;
-        scores_of_block(q.data(), (int)size, page, (int)block, used, scores.data());
-        weigh(tile, scores.data(), acc.data(), (int)size, (int)block, used);
-        add_values(scores.data(), (int)block, page + block * size, (int)size, used, acc.data());
+        for (int i = 0; i < count; i += TILE) {
+          float *mine = &q[i * size], *into = &acc[i * size];
+          if (count - i > TILE / 2) attend<TILE>(mine, &soft[i], into, page, (int)size, (int)block, used, scores.data());
+          else attend<TILE / 2>(mine, &soft[i], into, page, (int)size, (int)block, used, scores.data());
+        }
       }
       for (int i = 0; i < count; ++i) {
         const int64_t row = (first + i) / group, head = g * group + (first + i) % group;
         float* mine = &acc[i * size];
-        add_ancestors(tile, i, &q[i * size], mine, (uint64_t)words[first_word[r] + row],
+        add_ancestors(soft[i], &q[i * size], mine, (uint64_t)words[first_word[r] + row],
                       tree_key + key_start[r] * key_stride + g * size, tree_value + key_start[r] * value_stride + g * size,
                       key_stride, value_stride, (int)size);
-        const float inverse = 1.0f / tile.total[i];
+        const float inverse = 1.0f / soft[i].total;
         for (int d = 0; d < size; ++d) mine[d] *= inverse;
         store(output + (query_start[r] + row) * output_stride + head * size, mine, (int)size);
       }
