@@ -37,7 +37,9 @@ def causal(query: Tensor, cache: Tensor, table: Tensor, context: int, rows: int,
     )
 
 
-def tree(query: Tensor, key: Tensor, cache: Tensor, table: Tensor, context: int, rows: int, output: Tensor) -> Callable[[], None]:
+def tree(
+    query: Tensor, key: Tensor, cache: Tensor, table: Tensor, context: int, rows: int, output: Tensor
+) -> Callable[[], None]:
     generator = torch.Generator().manual_seed(rows)
     shape = DraftTree.build(
         list(range(rows)), [-1] + [int(torch.randint(0, row, (1,), generator=generator)) for row in range(1, rows)]
@@ -91,7 +93,10 @@ def main() -> int:
     for context in args.contexts:
         for requests in args.requests:
             found.append(measure(args, requests, context))
-            print("{requests:3} requests, context {context:5}: causal {causal_us:9.1f} us, tree {tree_us:9.1f} us, x{ratio:.2f}".format(**found[-1]), flush=True)
+            line = (
+                "{requests:3} requests, context {context:5}: causal {causal_us:9.1f} us, tree {tree_us:9.1f} us, x{ratio:.2f}"
+            )
+            print(line.format(**found[-1]), flush=True)
     print(json.dumps({"nodes": args.nodes, "threads": torch.get_num_threads(), "dtype": str(args.dtype), "cases": found}))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
     root = tmp_path_factory.mktemp("models")
     return tiny_target(root / "target", damping=0.002), tiny_head(root / "head", copies=True)
+
+
+@pytest.fixture(scope="module")
+def full_precision() -> Iterator[None]:
+    """Heads as on a machine without 8-bit dot products: what they compute can be compared to many digits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cpu._is_vnni_supported", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

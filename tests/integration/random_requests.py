@@ -177,7 +177,7 @@ def run(llm: LLM, requests: list[Request]) -> list[Any]:
 
 
 def differences(want: Any, got: Any, trades: int = 0) -> list[str]:
-    """Name what differs between two outputs of one request; so many ranks per output may be one off, as rounding trades places."""
+    """Name what differs between two outputs of one request; `trades` ranks of an output may be one off, by rounding."""
     found = [] if _logprobs_equal(want.prompt_logprobs, got.prompt_logprobs, trades) else ["prompt_logprobs"]
     if len(want.outputs) != len(got.outputs):
         return ["n"]

@@ -22,6 +22,7 @@ from vllm_eagle.heads import Head, load_head
 from vllm_eagle.testing import CheckedDrafter, tiny_head, tiny_target
 from vllm_eagle.tree import CandidatePool, DraftTree, DynamicGrowth
 
+pytestmark = pytest.mark.usefixtures("full_precision")
 LENGTHS = [5, 33, 64, 17]
 
 

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.slow
 
 LIMIT = 320
 SYSTEM = (
-    "You are the assistant of a small public library. Answer in plain words, in full sentences, and stay friendly. When a reader asks "
-    "for a list, number it. When a reader asks for code, write it in Python and add a short remark on how to run it. Never invent books."
+    "You are the assistant of a small public library. Answer in plain words, in full sentences, and stay friendly. When a "
+    "reader asks for a list, number it. When a reader asks for code, write it in Python and add a short remark on how to "
+    "run it. Never invent books."
 )
 QUESTIONS = [
     "Which three habits help a child to enjoy reading?",
@@ -77,7 +78,7 @@ def free_blocks(llm: LLM) -> int:
 
 
 def test_a_pool_too_small_for_all(crowded: LLM, asked: list[list[int]], want: list[list[int]]) -> None:
-    """Catches a tree, a head's state or K/V that survives a preemption, a chunk border or a prefix hit (scenarios 19, 25, 30, 32)."""
+    """Catches a tree, a state or K/V that survives a preemption, a chunk border or a hit (scenarios 19, 25, 30, 32)."""
     free, before, stopped = free_blocks(crowded), counters(crowded), preemptions(crowded)
     for _ in range(2):  # the second time with prefix hits
         assert generate(crowded, asked, params(150)) == want
@@ -113,7 +114,9 @@ def test_the_limit(crowded: LLM, base: LLM, asked: list[list[int]], room: int) -
     """Catches a request that passes the limit, or ends early, with drafts in hand (scenario 35)."""
     long = [(prompt * 9)[: LIMIT - room] for prompt in asked[:2]]
     tokens = [greedy(room), greedy(room), greedy(40)]
-    outs = crowded.generate([{"prompt_token_ids": p} for p in (*long, asked[2])], [greedy(999)] * 2 + tokens[2:], use_tqdm=False)
+    outs = crowded.generate(
+        [{"prompt_token_ids": p} for p in (*long, asked[2])], [greedy(999)] * 2 + tokens[2:], use_tqdm=False
+    )
     assert [list(out.outputs[0].token_ids) for out in outs] == generate(base, [*long, asked[2]], tokens)
     assert {out.outputs[0].finish_reason for out in outs} == {"length"}
 

@@ -34,6 +34,8 @@ from vllm_eagle.drafting.reference import _causal
 from vllm_eagle.heads import load_head
 from vllm_eagle.testing import Half, Oracle
 
+pytestmark = pytest.mark.usefixtures("full_precision")
+
 TREE = {"tree_size": 12, "tree_depth": 4, "tree_top_k": 3}
 Layers = dict[str, tuple[Tensor, Tensor]]
 

@@ -112,8 +112,10 @@ TOUCHES = (
     Touch("vllm.v1.worker.gpu_model_runner.build_logitsprocs", "wrapped (TreesTakeAnyProcessor)",
           "the walk needs the processors of plain decoding, custom ones included", "vLLM builds them under speculation, too"),
     Touch("vllm.v1.sample.thinking_budget_state.ThinkingBudgetStateHolder.sync_batch", "overridden, calls super",
-          "a request moved to a finished one's row inherits its thinking budget; and the walk counts without drafts",
-          "vLLM clears the row", ("batch_update",)),
+          "a moved request inherits a thinking budget, a preempted one counts anew; and the walk counts without drafts",
+          "vLLM mends both", ("batch_update",)),
+    Touch("vllm.v1.sample.thinking_budget_state.ThinkingBudgetStateHolder._update_think_state", "called",
+          "replays what a preempted request has written", "vLLM does", ("state",)),
     Touch(f"{_RUNNER}.sample_tokens", "overridden when answers are captured, calls super last",
           "keeps hidden states and raw logits before the sampler changes them", "vLLM hands out hidden states of generation",
           ("grammar_output",)),
@@ -122,6 +124,8 @@ TOUCHES = (
           ("scheduler_output", "logits", "spec_decode_metadata", "spec_decode_common_attn_metadata", "hidden_states",
            "sample_hidden_states", "aux_hidden_states", "ec_connector_output", "cudagraph_stats", "slot_mappings")),
     Touch("vllm._custom_ops.create_onednn_mm", "called", "the head's layers use vLLM's packed product", "stays"),
+    Touch("vllm._custom_ops.create_onednn_scaled_mm", "called", "feed-forward layers and draft LM head in 8 bits", "stays"),
+    Touch("vllm._custom_ops.onednn_scaled_int8_quant", "called", "their inputs, a scale for each row", "stays"),
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError
 from vllm_eagle.heads import EagleHead, load_head
 from vllm_eagle.integration.checks import check_config, read_options
-from vllm_eagle.integration.gemm import packed_linear, use_packed_linears
+from vllm_eagle.integration.gemm import eight_bit_linear, use_packed_linears
 from vllm_eagle.names import WORKER
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TreeProposer:
         if file is None:
             return DraftVocabulary(target.compute_logits)
         tokens = read_vocabulary(Path(file), self.config.model_config.get_vocab_size())
-        return DraftVocabulary(packed_linear(target.lm_head.weight[tokens]), tokens)
+        return DraftVocabulary(eight_bit_linear(target.lm_head.weight[tokens]), tokens)
 
 
 def _load_class(path: str) -> Any:
