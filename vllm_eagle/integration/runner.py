@@ -257,7 +257,8 @@ class TreeRunner(CPUModelRunner):
                 if not self._pace.must_read(step, known):
                     return self._postpone(known)
                 known = dataclasses.replace(known, rooms=[0] * len(known.rooms))
-        return self.drafter.drafter.draft(known, PagedHeadCache(self, known))
+        draws = peek_draws(self.input_batch, self.drafter.growth.depth) if self._shares_noise and any(known.rooms) else None
+        return self.drafter.drafter.draft(dataclasses.replace(known, draws=draws), PagedHeadCache(self, known))
 
     def _postpone(self, known: Known) -> list[DraftTree]:
         """Draft nothing now, at no cost; the head reads what it missed before its next drafts."""
@@ -291,7 +292,6 @@ class TreeRunner(CPUModelRunner):
             lengths=torch.from_numpy(counts),
             rooms=[self._room(r, length) if sampled[r] else 0 for r, length in enumerate(lengths)],
             histories=[batch.token_ids_cpu[r, :length] for r, length in enumerate(lengths)],
-            draws=peek_draws(batch, self.drafter.growth.depth) if self._shares_noise else None,
         )
 
     def _room(self, index: int, length: int) -> int:
