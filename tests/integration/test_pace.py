@@ -101,3 +101,65 @@ def test_a_useless_head_is_given_up(target: str, tmp_path: Path) -> None:
     spent = since(before, counters(llm))
     assert spent["drafts"] < 0.1 * 300 * len(LENGTHS)
     assert spent["draft_tokens"] < 0.1 * 300 * len(LENGTHS)
+
+
+@pytest.fixture
+def curves(tmp_path: Path) -> Path:
+    pace._remember(tmp_path / "costs" / "x.json", [1, 4, 16], [0.01, 0.02, 0.04], [0.001, 0.001, 0.002])
+    return tmp_path / "costs" / "x.json"
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, speed: float, many: float = 1.0) -> list[int]:
+    """Let passes take what is kept, `speed` times as long, the largest `many` times that; return what is run."""
+    run: list[int] = []
+    kept = {1: 0.01 * speed, 4: 0.02 * speed, 16: 0.04 * speed * many}
+    monkeypatch.setattr(pace, "_seconds", lambda rows, target: [run.append(count) or kept[count] for count in rows])  # type: ignore[func-returns-value]
+    return run
+
+
+def test_costs_are_measured_once(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches seconds of every start spent on what is known, also on a machine that is slower today."""
+    for speed in (1.0, 0.4, 3.0):
+        run = seen(monkeypatch, speed)
+        assert pace._recall(curves, [1, 4, 16], print) == ([0.01, 0.02, 0.04], [0.001, 0.001, 0.002])
+        assert run == [1, 16]
+
+
+def test_costs_of_another_kind_are_measured_again(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a curve measured beside a heavy neighbour kept for ever, and files cut short or of other rows trusted."""
+    seen(monkeypatch, 1.0, many=2.0)
+    assert pace._recall(curves, [1, 4, 16], print) is None
+    seen(monkeypatch, 1.0)
+    assert pace._recall(curves, [1, 4], print) is None
+    for text in (
+        "",
+        "[]",
+        "{}",
+        curves.read_text()[:40],
+        curves.read_text().replace("0.04", "-1"),
+        '{"rows": [1, 4, 16], "verify": [1], "level": [1]}',
+    ):
+        curves.write_text(text)
+        assert pace._recall(curves, [1, 4, 16], print) is None
+    assert pace._recall(curves.parent / "none.json", [1, 4, 16], print) is None
+
+
+def test_costs_are_kept_by_model_head_and_machine(
+    auto: LLM, base: LLM, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the costs of one head, thread count or machine used for another."""
+    runner = runner_of(auto)
+    drafter = runner.drafter.drafter
+    key = pace._key(runner, drafter)
+    assert key == pace._key(runner, drafter)
+    monkeypatch.setattr(pace.platform, "node", lambda: "elsewhere")
+    assert key != pace._key(runner, drafter)
+    monkeypatch.undo()
+    monkeypatch.setattr(drafter.candidates, "tokens", list(range(7)))
+    assert key != pace._key(runner, drafter)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """Catches a start that fails because its home is read-only."""
+    (tmp_path / "file").write_text("")
+    pace._remember(tmp_path / "file" / "costs" / "x.json", [1], [1.0], [1.0])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
+import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 
+from vllm_eagle import __version__, envs
 from vllm_eagle.control import Controller, Costs, Curve
 from vllm_eagle.drafting import HeadDrafter, Known
 from vllm_eagle.integration.step import Step
@@ -22,6 +30,8 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Row counts measured at start-up."""
 TRIES = 3
 """Measurements of each, the fastest counts: what disturbs a measurement makes it longer."""
+SAME = 1.5
+"""How far two passes may be from the kept curve, one against the other, before all is measured again."""
 LATE = 512
 """Positions a request's head may be behind before it has to read them, drafting or not."""
 
@@ -67,21 +77,69 @@ def _reads_prompts(step: Step) -> bool:
 
 
 def measure_costs(runner: TreeRunner, drafter: HeadDrafter) -> Costs:
-    """Time the target and the head at several row counts, without context: recent steps correct for that later."""
+    """Time the target and the head at several row counts, without context: recent steps correct for that later.
+
+    What was measured is kept in the cache folder; the next start of the same model and head on this machine takes two passes
+    to see that it still holds.
+    """
     most = min(runner.max_num_tokens, runner.max_num_reqs * (drafter.growth.size + 1))
     rows = [count for count in ROWS if count < most] + [most] if most <= ROWS[-1] else list(ROWS)
+    target, head = partial(_target_pass, runner), partial(_head_pass, runner, drafter)
+    file = envs.cache_dir() / "costs" / f"{_key(runner, drafter)}.json"
     began = time.perf_counter()
     with torch.inference_mode():
-        verify = Curve(rows, _seconds(rows, lambda count: _target_pass(runner, count)))
-        level = _seconds(rows, lambda count: _head_pass(runner, drafter, count))
+        if (found := _recall(file, rows, target)) is None:
+            found = _seconds(rows, target), _seconds(rows, head)
+            _remember(file, rows, *found)
+    verify, level = (Curve(rows, seconds) for seconds in found)
     logger.info(
         "measured in %.1f s: a step of the target takes %.1f ms for 1 row, %.1f ms for 16; a level of the head %.1f ms",
         time.perf_counter() - began,
         1e3 * float(verify(1)),
         1e3 * float(verify(16)),
-        1e3 * level[0],
+        1e3 * found[1][0],
     )
-    return Costs(verify, Curve(rows, level), Curve(rows, level))
+    return Costs(verify, Curve(rows, found[1]), level)
+
+
+def _key(runner: TreeRunner, drafter: HeadDrafter) -> str:
+    """Name all that the curves depend on: both models' shapes, how they are run, and the machine."""
+    model, mode = runner.model_config, runner.compilation_config.mode
+    words = drafter.candidates.tokens
+    told = (
+        model.hf_config.to_json_string(),
+        drafter.head.config,
+        drafter.growth,
+        None if words is None else len(words),
+        (model.dtype, model.quantization, mode, torch.get_num_threads()),
+        (platform.node(), platform.processor(), vllm.__version__, __version__),
+    )
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def _recall(file: Path, rows: Sequence[int], target: Callable[[int], object]) -> tuple[list[float], list[float]] | None:
+    """Return the curves kept in `file` if two passes of the target lie on one of them, however fast the machine is today."""
+    try:
+        kept = json.loads(file.read_text())
+        verify, level = list(map(float, kept["verify"])), list(map(float, kept["level"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if kept.get("rows") != list(rows) or not len(verify) == len(level) == len(rows) or min(*verify, *level) <= 0:
+        return None
+    ends = [0, len(rows) - 1]
+    few, many = (now / verify[at] for at, now in zip(ends, _seconds([rows[at] for at in ends], target), strict=True))
+    return (verify, level) if max(few, many) < SAME * min(few, many) else None
+
+
+def _remember(file: Path, rows: Sequence[int], verify: Sequence[float], level: Sequence[float]) -> None:
+    """Keep the curves; a folder that cannot be written to costs the next start some seconds, nothing else."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"rows": list(rows), "verify": verify, "level": level}))
+        scratch.replace(file)
+    except OSError:
+        logger.info("what steps cost is not kept: %s cannot be written", file.parent)
 
 
 def _seconds(rows: Sequence[int], run: Callable[[int], object]) -> list[float]:
