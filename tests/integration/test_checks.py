@@ -52,11 +52,26 @@ def test_head_of_another_target(target: str, tmp_path: Path, changes: dict[str, 
         configure(target, **speculate(folder))
 
 
-def test_eagle3_head(target: str, tmp_path: Path) -> None:
-    """Catches an EAGLE-3 head drafted with as if it were an EAGLE-1 head."""
+def test_eagle3_head_of_another_target(target: str, tmp_path: Path) -> None:
+    """Catches a layer the target does not have read as if it were there, or found out when the first request comes."""
     folder = tiny_head(tmp_path / "head", draft_vocab=100)
-    with pytest.raises(EagleError, match="is an EAGLE-3 head, which is trained but not served yet"):
+    edited(folder, eagle_aux_hidden_state_layer_ids=[0, 1, 9])
+    with pytest.raises(EagleError, match=r"reads layer 9, target .* has 2; it was trained for another target"):
         configure(target, **speculate(folder))
+    edited(folder, eagle_aux_hidden_state_layer_ids=[])  # the usual three need three layers
+    with pytest.raises(EagleError, match="the target has 2 layers, EAGLE-3 reads 3"):
+        configure(target, **speculate(folder))
+
+
+def test_words_of_an_eagle3_head(target: str, tmp_path: Path) -> None:
+    """Catches a list of words laid over the rows of a head that has its own."""
+    folder, words = tiny_head(tmp_path / "head", draft_vocab=100), tmp_path / "words.json"
+    words.write_text("[1, 2, 3, 4, 5, 6, 7, 8, 9]")
+    with pytest.raises(EagleError, match="EAGLE-3 head with words of its own; remove --speculative-draft-vocab"):
+        configure(target, **speculate(folder, draft_vocab=str(words)))
+    few = tiny_head(tmp_path / "few", draft_vocab=5)
+    with pytest.raises(EagleError, match=r"takes 8 candidates of each node needs as many tokens to draft, .* has 5"):
+        configure(target, **speculate(few))
 
 
 def test_head_with_a_tensor_too_many(target: str, tmp_path: Path) -> None:

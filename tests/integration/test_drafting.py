@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
 
-from tests.integration.harness import engine, generate, greedy, prompts, runner_of, trace
+from tests.integration.harness import engine, generate, greedy, prompts, runner_of, trace, watching
 from vllm_eagle import speculate
 from vllm_eagle.drafting import HeadCache, HeadDrafter, Known
 from vllm_eagle.drafting.reference import next_feature
-from vllm_eagle.heads import Head, load_head
+from vllm_eagle.heads import Eagle3Head, Head, load_head
 from vllm_eagle.testing import CheckedDrafter, tiny_head, tiny_target
 from vllm_eagle.tree import CandidatePool, DraftTree, DynamicGrowth
 
@@ -27,19 +29,45 @@ LENGTHS = [5, 33, 64, 17]
 
 
 DYNAMIC = {"tree_size": 12, "tree_depth": 6, "tree_top_k": 3}
+EAGLE3 = 0
+"""Stands for an EAGLE-3 head where others are told apart by their layers."""
 STATIC = {"tree": str(Path(__file__).parents[2] / "configs" / "tree" / "eagle1_25.json")}
 
 
-@pytest.mark.parametrize(("layers", "options"), [(1, DYNAMIC), (2, DYNAMIC), (1, STATIC), (3, DYNAMIC)])
+def a_head(folder: Path, layers: int, **options: Any) -> str:
+    """Write a random head of so many layers."""
+    if layers == EAGLE3:
+        return tiny_head(folder / "head", draft_vocab=100)
+    return tiny_head(folder / "head", layers=layers, **options)
+
+
+def readout(head: Head, compute_logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return what maps the head's features [n, D] to logits of the target's tokens [n, V], plainly."""
+    if not isinstance(head, Eagle3Head):
+        return compute_logits
+
+    def logits(features: Tensor) -> Tensor:
+        hidden, rows = head.readout(features, torch.empty(0))
+        found = torch.full((len(features), head.config.vocab_size), -torch.inf)
+        found[:, head.vocabulary] = hidden @ rows.T
+        return found
+
+    return logits
+
+
+@pytest.mark.parametrize(("layers", "options"), [(1, DYNAMIC), (2, DYNAMIC), (1, STATIC), (3, DYNAMIC), (EAGLE3, DYNAMIC)])
 def test_draft_logits_equal_the_reference_loop(target: str, tmp_path: Any, layers: int, options: dict[str, Any]) -> None:
     """Catches a shifted token, feature, position or ancestor in the head's attention, at any depth (scenarios 15 and 17)."""
     # the last case also has other heads than the target: vLLM then keeps K/V pages of two sizes
-    folder = tiny_head(tmp_path / "head", layers=layers, bias=layers == 1, heads=(8, 8, 64) if layers == 3 else (4, 2, 32))
+    folder = a_head(tmp_path, layers, bias=layers == 1, heads=(8, 8, 64) if layers == 3 else (4, 2, 32))
     llm = engine(target, max_num_batched_tokens=64, **speculate(folder, **options))
-    runner = runner_of(llm)
-    checked = CheckedDrafter(
-        runner.drafter.drafter, load_head(folder), runner.model.embed_input_ids, runner.model.compute_logits
-    )
+    runner, plain = runner_of(llm), load_head(folder)
+    words = plain.vocabulary if isinstance(plain, Eagle3Head) else slice(None)  # the others are -inf, whose gap is NaN
+
+    def logits(features: Tensor) -> Tensor:
+        return readout(plain, runner.model.compute_logits)(features)[:, words]
+
+    checked = CheckedDrafter(runner.drafter.drafter, plain, runner.model.embed_input_ids, logits)
     runner.drafter.drafter = checked
     with torch.inference_mode():
         generate(llm, prompts(LENGTHS), greedy(12))
@@ -95,7 +123,7 @@ def grow_as_the_paper_does(
     for _ in range(growth.depth):
         level: dict[Path_, tuple[float, list[Tensor]]] = {}
         for path, (value, own) in frontier.items():
-            guessed = torch.stack(own) if own else features[:0]
+            guessed = torch.stack(own) if own else head.fuse(features[:0])
             feature = next_feature(head, embed, features, tokens, list(path), guessed)
             logprobs = logits(feature[None])[0].float().log_softmax(0)
             for logprob, token in zip(*(x.tolist() for x in logprobs.topk(growth.top_k)), strict=True):
@@ -113,10 +141,10 @@ def paths_of(tree: DraftTree) -> list[Path_]:
     return paths[1:]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2, EAGLE3])
 def test_drafted_trees_equal_the_reference_loops(target: str, tmp_path: Any, monkeypatch: Any, layers: int) -> None:
     """Catches a node drafted in another place than the paper's loop puts it, or with another score (scenarios 15 and 17)."""
-    folder = tiny_head(tmp_path / "head", layers=layers)
+    folder = a_head(tmp_path, layers)
     llm = engine(target, max_num_batched_tokens=96, max_num_seqs=10, **speculate(folder, tree_size=12))
     runner, plain = runner_of(llm), load_head(folder)
     monkeypatch.setattr("vllm_eagle.drafting.head_drafter.CandidatePool", ScoredPool)
@@ -131,7 +159,7 @@ def test_drafted_trees_equal_the_reference_loops(target: str, tmp_path: Any, mon
         for features, tokens, tree, scores in traced.drafted:
             with torch.inference_mode():
                 offered = grow_as_the_paper_does(
-                    growth, plain, runner.model.embed_input_ids, runner.model.compute_logits, features, tokens
+                    growth, plain, runner.model.embed_input_ids, readout(plain, runner.model.compute_logits), features, tokens
                 )
             want = sorted(offered.values(), reverse=True)[: growth.size]
             found = paths_of(tree)
@@ -183,3 +211,32 @@ def test_18_accepted_counts_are_pinned(tmp_path: Path) -> None:
     _, counts = trace(llm, asked, greedy(40))
     assert counts[:3] == [trace(llm, [prompt], greedy(40))[1][0] for prompt in asked[:3]]  # alone as in company
     assert counts == json.loads((Path(__file__).parent / "accepted_counts.json").read_text())
+
+
+def test_an_eagle3_head_reads_the_layers_it_names(tmp_path: Path) -> None:
+    """Catches states of other layers, or in the order vLLM hands them out instead of the head's own."""
+    target, layers = tiny_target(tmp_path / "target", layers=4), [3, 0, 1]
+    folder = Path(tiny_head(tmp_path / "head", draft_vocab=100))
+    config = json.loads((folder / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    base = engine(target)
+    llm = engine(target, **speculate(str(folder), tree_size=4, tree_depth=2, tree_top_k=2))
+    seen: list[Tensor] = []
+    asked = prompts([40, 7, 90])
+    with watching(llm, lambda known, trees: seen.append(known.features.clone())):
+        assert generate(llm, asked[:1], greedy(2)) == generate(base, asked[:1], greedy(2))
+    with torch.inference_mode():
+        states = AutoModelForCausalLM.from_pretrained(target)(torch.tensor(asked[:1]), output_hidden_states=True).hidden_states
+    wanted = torch.cat([states[layer][0] for layer in layers], -1)
+    torch.testing.assert_close(seen[0], wanted, rtol=0.01, atol=0.01)  # layer after layer, rounding grows in a random model
+    params = [SamplingParams(temperature=0.9 * (r % 2), seed=r, max_tokens=30, ignore_eos=True) for r in range(len(asked))]
+    assert generate(llm, asked, params) == generate(base, asked, params)
+
+
+def test_a_head_without_layers_reads_the_usual_ones(tmp_path: Path) -> None:
+    """Catches a released head that names no layers read at vLLM's defaults for another size, or not at all."""
+    folder = Path(tiny_head(tmp_path / "head", draft_vocab=100))
+    config = json.loads((folder / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": []}
+    (folder / "config.json").write_text(json.dumps(config))
+    target = tiny_target(tmp_path / "target", layers=8)
+    assert runner_of(engine(target, **speculate(str(folder), tree_size=4))).drafter.aux_layers == (2, 4, 5)

@@ -69,30 +69,55 @@ def llm(chatty: Path, head: Path) -> Any:
     return engine(str(chatty), **speculate(str(head), **TREE))
 
 
-def test_served_acceptance_is_what_evaluate_says(
-    llm: Any, chatty: Path, head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a head that serving reads otherwise than training wrote it, and an evaluation of another tree or walk."""
+def serve_and_evaluate(llm: Any, chatty: Path, head: Path, scratch: Path, capsys: Any, aux_layers: str) -> float:
+    """Compare what serving counts with what `evaluate` says of the same answers; return the mean accepted length."""
     from tests.integration.harness import counters, generate, greedy, since
 
     asked = prompts(24, 1)
     before = counters(llm)
     outs = generate(llm, asked, greedy(96))
     counted = since(before, counters(llm))
-    writer = AnswerWriter(tmp_path / "answers")
+    writer = AnswerWriter(scratch / "answers")
     for number, (prompt, out) in enumerate(zip(asked, outs, strict=True)):
         writer.write(Answer(str(number), tuple(prompt), tuple(out), 0.0))
     writer.close()
-    where = ["--model", str(chatty), "--answers", str(tmp_path / "answers"), "--out", str(tmp_path / "features")]
-    assert main(["capture", *where]) == 0
+    where = ["--model", str(chatty), "--answers", str(scratch / "answers"), "--out", str(scratch / "features")]
+    assert main(["capture", *where, "--aux-layers", aux_layers]) == 0
     tree = [word for name, value in TREE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words = ["evaluate", "--model", str(chatty), "--head", str(head), "--features", str(tmp_path / "features"), *tree]
+    words = ["evaluate", "--model", str(chatty), "--head", str(head), "--features", str(scratch / "features"), *tree]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     served = 1 + counted["accepted_tokens"] / counted["drafts"]
-    assert served > 1.8, "a head that is not useful proves nothing"
     assert found["tree_length"] == pytest.approx(served, rel=0.02)
     assert found["drafts"] == pytest.approx(counted["drafts"], rel=0.005)  # the last steps' overhang is not in it
+    return float(served)
+
+
+def test_served_acceptance_is_what_evaluate_says(
+    llm: Any, chatty: Path, head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a head that serving reads otherwise than training wrote it, and an evaluation of another tree or walk."""
+    served = serve_and_evaluate(llm, chatty, head, tmp_path, capsys, "off")
+    assert served > 1.8, "a head that is not useful proves nothing"
+
+
+def test_an_eagle3_head_is_served_as_it_was_trained(
+    chatty: Path, head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches states, norm, LM head or words of an EAGLE-3 head read otherwise by serving than by training."""
+    from tests.integration.harness import engine
+
+    (tmp_path / "judge").mkdir()
+    answers, states = head.parents[1] / "answers", tmp_path / "states"
+    common = ["--model", str(chatty), "--out"]
+    assert main(["capture", *common, str(states), "--answers", str(answers), "--aux-layers", "0,1,1"]) == 0
+    settings = [word for word in SETTINGS if not word.startswith("token_weight")]
+    settings += ["recipe=eagle3", "draft_vocabulary=200"]
+    assert main(["fit", *common, str(tmp_path / "fit"), "--features", str(states), "--set", *settings]) == 0
+    trained = tmp_path / "fit" / "head"
+    llm = engine(str(chatty), **speculate(str(trained), **TREE))
+    served = serve_and_evaluate(llm, chatty, trained, tmp_path / "judge", capsys, "0,1,1")
+    assert served > 1.5, "a head that is not useful proves nothing"
 
 
 def test_the_target_asks_itself_and_the_command_resumes(

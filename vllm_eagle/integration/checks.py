@@ -57,9 +57,10 @@ def check_config(config: VllmConfig) -> None:
     _check_target(config)
     options = read_options(config)
     _check_sizes(config, options)
-    if options.model is not None:
-        _check_head(config, check_folder(Path(options.model)), options.model)
-    _check_vocabulary(config, options)
+    head = None if options.model is None else check_folder(Path(options.model))
+    if head is not None:
+        _check_head(config, head, str(options.model))
+    _check_vocabulary(config, options, head)
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -112,9 +113,13 @@ def _check_sizes(config: VllmConfig, options: Options) -> None:
             )
 
 
-def _check_vocabulary(config: VllmConfig, options: Options) -> None:
+def _check_vocabulary(config: VllmConfig, options: Options, head: HeadConfig | None) -> None:
     words, top_k = config.model_config.get_vocab_size(), options.growth().top_k
-    if (file := options.vocabulary_file()) is not None:
+    if head is not None and head.draft_vocab_size is not None:
+        if options.draft_vocab is not None:
+            raise HeadError(f"head {options.model} is an EAGLE-3 head with words of its own; remove --speculative-draft-vocab")
+        words, file = head.draft_vocab_size, options.model
+    elif (file := options.vocabulary_file()) is not None:
         words = len(read_vocabulary(file, words))
     if top_k > words:
         raise EagleError(
@@ -124,9 +129,12 @@ def _check_vocabulary(config: VllmConfig, options: Options) -> None:
 
 
 def _check_head(config: VllmConfig, head: HeadConfig, folder: str) -> None:
-    if head.is_eagle3:
-        raise HeadError(f"head {folder} is an EAGLE-3 head, which is trained but not served yet; give an EAGLE-1/2 head")
     model = config.model_config
+    layers = model.get_num_layers(config.parallel_config)
+    if outside := [layer for layer in head.states_read(layers) if not 0 <= layer <= layers]:
+        raise HeadError(
+            f"head {folder} reads layer {outside[0]}, target {model.model} has {layers}; it was trained for another target"
+        )
     if head.hidden_size != model.get_hidden_size():
         raise HeadError(
             f"head {folder} has hidden size {head.hidden_size}, target {model.model} has {model.get_hidden_size()};"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm import _custom_ops as ops
 
-from vllm_eagle.heads import EagleHead
+from vllm_eagle.heads import AnyHead
 from vllm_eagle.heads.layers import MLP
 
 _MOST_ROWS = 32
@@ -44,7 +44,7 @@ def eight_bit_linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return apply
 
 
-def use_packed_linears(head: EagleHead) -> None:
+def use_packed_linears(head: AnyHead) -> None:
     """Replace every linear layer of a loaded head by its packed form.
 
     Feed-forward layers, two thirds of a head, read normed inputs and lose nothing in 8 bits. The fusion layer does:

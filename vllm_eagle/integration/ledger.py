@@ -123,6 +123,8 @@ TOUCHES = (
           "what a forward pass leaves for the sampler", "vLLM hands out hidden states of generation",
           ("scheduler_output", "logits", "spec_decode_metadata", "spec_decode_common_attn_metadata", "hidden_states",
            "sample_hidden_states", "aux_hidden_states", "ec_connector_output", "cudagraph_stats", "slot_mappings")),
+    Touch(f"{_RUNNER}._get_eagle3_aux_layers_from_config", "overridden", "the head's folder names the layers it reads",
+          "vLLM asks the drafter", ()),
     Touch("vllm._custom_ops.create_onednn_mm", "called", "the head's layers use vLLM's packed product", "stays"),
     Touch("vllm._custom_ops.create_onednn_scaled_mm", "called", "feed-forward layers and draft LM head in 8 bits", "stays"),
     Touch("vllm._custom_ops.onednn_scaled_int8_quant", "called", "their inputs, a scale for each row", "stays"),

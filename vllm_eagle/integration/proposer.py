@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -16,7 +16,8 @@ from vllm_eagle.config import HEAD_DRAFTER
 from vllm_eagle.drafting import Drafter, DraftVocabulary, HeadDrafter
 from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError
-from vllm_eagle.heads import EagleHead, load_head
+from vllm_eagle.heads import AnyHead, Eagle3Head, load_head
+from vllm_eagle.heads.checkpoint import check_folder
 from vllm_eagle.integration.checks import check_config, read_options
 from vllm_eagle.integration.gemm import eight_bit_linear, use_packed_linears
 from vllm_eagle.names import WORKER
@@ -44,7 +45,8 @@ class TreeProposer:
         check_config(vllm_config)
         self.config, self.options = vllm_config, read_options(vllm_config)
         self.growth = self.options.growth()
-        self.head: EagleHead | None = None
+        self.aux_layers = self._aux_layers()
+        self.head: AnyHead | None = None
         self.layers: list[Attention] = []
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
@@ -55,9 +57,10 @@ class TreeProposer:
         """Load the head and share the target's embedding and LM head."""
         if self.options.model is not None:
             self.head = load_head(self.options.model, self.config.model_config.dtype)
+            candidates = self._candidates(target, self.head)
             use_packed_linears(self.head)
             self.layers = self._attention_layers(self.head)
-            drafter: Drafter | None = HeadDrafter(self.head, target.embed_input_ids, self._candidates(target), self.growth)
+            drafter: Drafter | None = HeadDrafter(self.head, target.embed_input_ids, candidates, self.growth)
         else:
             drafter = None
         if self.options.drafter != HEAD_DRAFTER:
@@ -65,7 +68,7 @@ class TreeProposer:
         assert drafter is not None
         self.drafter = drafter
         self.longest = self._longest()
-        words = self.options.vocabulary_file() or "the whole vocabulary"
+        words = "its own words" if self.aux_layers else self.options.vocabulary_file() or "the whole vocabulary"
         size, depth = self.growth.size, self.growth.depth
         logger.info("trees of up to %d nodes, %d levels; head %s, drafting from %s", size, depth, self.options.model, words)
 
@@ -74,6 +77,21 @@ class TreeProposer:
         if self.layers:
             name = self.layers[0].layer_name
             self.group = next(g for groups in runner.attn_groups for g in groups if name in g.layer_names)
+
+    def states(self, hidden_states: Tensor, aux_hidden_states: list[Tensor] | None) -> list[Tensor]:
+        """Return the states [T, D] the head reads, side by side: what the LM head reads, or (EAGLE-3) inputs of layers."""
+        if not self.aux_layers:
+            return [hidden_states]
+        assert aux_hidden_states is not None
+        given = sorted(set(self.aux_layers))  # vLLM hands out each layer once, in order
+        return [aux_hidden_states[given.index(layer)] for layer in self.aux_layers]
+
+    def _aux_layers(self) -> tuple[int, ...]:
+        """Return the target's layers whose inputs the head reads; none for EAGLE-1."""
+        if self.options.model is None:
+            return ()
+        layers = self.config.model_config.get_num_layers(self.config.parallel_config)
+        return check_folder(Path(self.options.model)).states_read(layers)
 
     def _longest(self) -> int:
         """Return the longest request to draft for: within its user's limit, and with no level beyond the head's positions."""
@@ -84,7 +102,7 @@ class TreeProposer:
             logger.warning("head %s has %d positions: longer requests go on without drafts", self.options.model, positions)
         return longest
 
-    def _attention_layers(self, head: EagleHead) -> list[Attention]:
+    def _attention_layers(self, head: AnyHead) -> list[Attention]:
         """Make the head's layers known to vLLM: they get K/V blocks in the same tables as the target's."""
         c, parallel = head.config, self.config.parallel_config
         first = self.config.model_config.get_num_layers(parallel)
@@ -101,7 +119,11 @@ class TreeProposer:
                 for i in range(c.num_layers)
             ]
 
-    def _candidates(self, target: Any) -> DraftVocabulary:
+    def _candidates(self, target: Any, head: AnyHead) -> DraftVocabulary:
+        if isinstance(head, Eagle3Head):
+            product, norm = eight_bit_linear(head.lm_head.weight.detach()), head.norm
+            del head.lm_head  # the product holds it
+            return DraftVocabulary(lambda features: product(norm(features)), head.vocabulary)
         file = self.options.vocabulary_file()
         if file is None:
             return DraftVocabulary(target.compute_logits)

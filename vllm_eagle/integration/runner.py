@@ -63,6 +63,10 @@ class TreeRunner(CPUModelRunner):
         self._watch = AcceptanceWatch(self.drafter.options.model)
         self.seconds: dict[str, float] = {}  # of this step, by part
         self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
+        self.use_aux_hidden_state_outputs = bool(self.drafter.aux_layers)
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        return self.drafter.aux_layers
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Choose the tree attention once the cache and its layout are known."""
@@ -230,6 +234,8 @@ class TreeRunner(CPUModelRunner):
         sampled_token_ids: list[list[int]],
         sampling_metadata: Any,
         hidden_states: Tensor,
+        sample_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
@@ -239,7 +245,8 @@ class TreeRunner(CPUModelRunner):
         """
         step, self._step = self._step, None
         assert step is not None
-        known = self._backlog.join(self._known(step, sampled_token_ids, hidden_states))
+        states = self.drafter.states(hidden_states, aux_hidden_states)
+        known = self._backlog.join(self._known(step, sampled_token_ids, states))
         try:
             trees = dict(zip(known.request_ids, self._draft(step, known), strict=True))
         except Exception:
@@ -279,14 +286,14 @@ class TreeRunner(CPUModelRunner):
         parents = [self._trees[request].parents[1:].tolist() for request in drafts.req_ids]
         return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, parents)
 
-    def _known(self, step: Step, sampled: list[list[int]], hidden_states: Tensor) -> Known:
+    def _known(self, step: Step, sampled: list[list[int]], states: Sequence[Tensor]) -> Known:
         batch = self.input_batch
         rows, positions, counts = step.known()
         owner = np.repeat(np.arange(len(counts)), counts)
         lengths = batch.num_tokens_no_spec[: len(counts)].tolist()
         return Known(
             request_ids=list(batch.req_ids),
-            features=hidden_states[torch.from_numpy(rows)],
+            features=torch.cat([state[torch.from_numpy(rows)] for state in states], dim=-1),
             next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)),
             positions=torch.from_numpy(positions),
             lengths=torch.from_numpy(counts),
