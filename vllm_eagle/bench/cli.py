@@ -56,9 +56,13 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         help="workloads: .jsonl or .jsonl.gz with a field turns (its first turn), prompt or text (default: the demo's prompts)",
     )
     cmd.add_argument("--contestants", nargs="+", default=_DEFAULT, metavar="NAME", help=f"(default: {' '.join(_DEFAULT)})")
-    cmd.add_argument("--concurrency", type=_positive, nargs="+", default=[1, 4, 8], metavar="N", help="requests at once")
-    cmd.add_argument("--temperatures", type=_temperature, nargs="+", default=[0.0], metavar="T", help="0 is greedy; no top-p")
-    cmd.add_argument("--count", type=_positive, default=8, metavar="N", help="prompts of a workload (default: %(default)s)")
+    cmd.add_argument(
+        "--concurrency", type=_positive, nargs="+", default=[1, 4, 8], metavar="N", help="requests at once (default: 1 4 8)"
+    )
+    cmd.add_argument("--temperatures", type=_temperature, nargs="+", default=[0.0], metavar="T", help="(default: 0, greedy)")
+    cmd.add_argument(
+        "--count", type=_positive, default=8, metavar="N", help="prompts of a workload, if not more at once (default: 8)"
+    )
     cmd.add_argument("--tokens", type=_positive, default=64, metavar="N", help="longest answer (default: %(default)s)")
     cmd.add_argument("--rounds", type=_positive, default=3, metavar="N", help="(default: %(default)s)")
     cmd.add_argument("--max-prompt-tokens", type=_positive, default=1024, metavar="N", help="longer prompts are passed over")
@@ -89,7 +93,7 @@ def _temperature(text: str) -> float:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if (args.model is None) != (args.head is None) and args.model is None:
+    if args.head is not None and args.model is None:
         raise EagleError("--head without --model: name the target it was trained for")
     contestants = parse_all(args.contestants, head=args.head is not None or args.model is None)
     _check_files(args)
@@ -106,6 +110,7 @@ def _run(args: argparse.Namespace) -> int:
         tuple(_workloads(args, model)),
         tuple(dict.fromkeys(args.temperatures)),
         tuple(dict.fromkeys(args.concurrency)),
+        args.count,
         args.tokens,
         args.rounds,
     )
@@ -117,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
     journal = Journal(args.out, run | {"threads": env["OMP_NUM_THREADS"], "commit": origin["commit"]})
     if journal.measurements:
         print(f"continuing: {len(journal.measurements)} measurements are in {journal.path}")
-    machine = measure_in_process(args.dtype, env)
+    machine = journal.machine or journal.know(measure_in_process(args.dtype, env))
     crew = Crew(lambda one: _named(settings, one, head), env, args.out / "logs", resident, _warm_up(plan))
     try:
         race(plan, crew, journal)
@@ -152,15 +157,15 @@ def _workloads(args: argparse.Namespace, model: Path) -> list[Workload]:
     from vllm_eagle.train.prompts import Prompt
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    longest, count = args.max_prompt_tokens, args.count
+    longest, count = args.max_prompt_tokens, max(args.count, *args.concurrency)
     if args.prompts is None:
         return [tokenise("demo", [Prompt(text, text) for text in PROMPTS], tokenizer, count, longest)]
     found = [read_workload(spec, tokenizer, count, longest) for spec in dict.fromkeys(args.prompts)]
     if len({workload.name for workload in found}) < len(found):
         raise EagleError("two workloads have one name; rename one of the prompt files")
     for workload in found:
-        if workload.too_long or len(workload.prompts) < count:
-            print(f"{workload.name}: {len(workload.prompts)} prompts, {workload.too_long} passed over (empty or too long)")
+        if workload.too_long:
+            print(f"{workload.name}: {workload.too_long} prompts passed over, empty or longer than {longest} tokens")
     return found
 
 
@@ -214,7 +219,7 @@ def _described(args: argparse.Namespace, plan: Plan, model: Path, head: Path | N
         "head": None if head is None else head.name,
         "contestants": [one.name for one in plan.contestants],
         "workloads": [workload.name for workload in plan.workloads],
-        "prompts": [len(workload.prompts) for workload in plan.workloads],
+        "prompts": plan.count,
         "prompts_digest": digest([workload.prompts for workload in plan.workloads]),
         "concurrency": list(plan.concurrency),
         "temperatures": list(plan.temperatures),

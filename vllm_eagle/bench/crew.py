@@ -52,13 +52,11 @@ class Process:
 
     def end(self) -> None:
         """Let it go: it ends when its input does."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.close()
-            self._process.wait(30)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
 
     def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

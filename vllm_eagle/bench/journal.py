@@ -76,13 +76,14 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 class Journal:
-    """Keep `measurements.jsonl`: the arguments of the run, then a line for every measurement or failure."""
+    """Keep `measurements.jsonl`: the arguments of the run, then a line for what the machine can do and for every result."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
         """Read what is there; raises `EagleError` if it was made with other arguments."""
         self.path = folder / "measurements.jsonl"
         self.measurements: list[Measurement] = []
         self.failed: dict[str, str] = {}
+        self.machine: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
         lines = self._lines()
         if not lines:
@@ -98,6 +99,13 @@ class Journal:
                 self.measurements.append(Measurement(Cell(**line["measured"].pop("cell")), **line["measured"]))
             else:
                 self.failed |= line.get("failed", {})
+                self.machine |= line.get("machine", {})
+
+    def know(self, machine: dict[str, Any]) -> dict[str, Any]:
+        """Write down what the machine can do, and return it."""
+        self.machine = machine
+        self._append({"machine": machine})
+        return machine
 
     def add(self, measurement: Measurement) -> None:
         """Write a measurement at once."""

@@ -32,12 +32,12 @@ class Model:
     @classmethod
     def read(cls, folder: Path) -> Model:
         """Read the sizes from `config.json` and the headers of the weights; raises `EagleError`."""
-        from safetensors import safe_open
-        from transformers import AutoConfig
-
         files = sorted(folder.glob("*.safetensors"))
         if not (folder / "config.json").is_file() or not files:
             raise EagleError(f"no config.json and *.safetensors in {folder}; give the folder of a model, Hugging Face layout")
+        from safetensors import safe_open
+        from transformers import AutoConfig
+
         config: Any = AutoConfig.from_pretrained(folder)
         copy = "lm_head" if config.tie_word_embeddings else "embed_tokens"
         weights = 0

@@ -38,16 +38,20 @@ def provenance(command: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]
 
 def commit() -> str:
     """Return the commit of this clone, with a + if files differ from it; nothing outside a clone."""
-    here = Path(__file__).parent
-    name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True).stdout
-    return name + ("+" if changed.strip() else "")
+    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
 
 
 def available_memory() -> int | None:
     """Return the bytes processes may still take, None where the system does not say."""
     found = _first("/proc/meminfo", "MemAvailable")
     return None if found is None else int(found.split()[0]) * 1024
+
+
+def _git(*words: str) -> str:
+    try:
+        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _version(package: str) -> str:

@@ -31,8 +31,21 @@ class Plan:
     workloads: tuple[Workload, ...]
     temperatures: tuple[float, ...]
     concurrency: tuple[int, ...]
+    count: int
+    """Prompts of a workload, more where more are asked at once."""
     tokens: int
     rounds: int
+
+    def __post_init__(self) -> None:
+        most = max(self.concurrency)
+        for workload in self.workloads:
+            if len(workload.prompts) < most:
+                raise EagleError(f"{workload.name} has {len(workload.prompts)} prompts, --concurrency {most} needs as many")
+
+    def job(self, cell: Cell, workload: Workload) -> Job:
+        """Return what a contestant does in a cell."""
+        some = workload.prompts[: max(self.count, cell.concurrency)]
+        return Job(some, self.tokens, cell.temperature, cell.concurrency)
 
     def cells(self) -> Iterator[tuple[Cell, Workload]]:
         """Yield every cell with its prompts."""
@@ -66,7 +79,7 @@ def race(plan: Plan, crew: Measures, journal: Journal) -> None:
     total, left = (sum(len(plan.taking_part(cell, journal.failed)) for cell, *_ in some) for some in (rounds, open_rounds))
     progress = Progress("bench", total, total - left)
     for cell, workload, number in open_rounds:
-        job = Job(workload.prompts, plan.tokens, cell.temperature, cell.concurrency)
+        job = plan.job(cell, workload)
         for contestant in rotated(plan.taking_part(cell, journal.failed), number):
             note = f" · {contestant.name}, {cell.concurrency} at once, T={cell.temperature:g}, {cell.workload}"
             if contestant.name in journal.failed:

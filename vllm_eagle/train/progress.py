@@ -38,7 +38,7 @@ class Progress:
         left = elapsed / fresh * (self.total - self.done)
         share = self.done / max(1, self.total)
         bar = "#" * int(20 * share)
-        end = "\r" if self.stream.isatty() and self.done < self.total else "\n"
+        end = "\x1b[K\r" if self.stream.isatty() and self.done < self.total else "\n"
         line = (
             f"{self.label} [{bar:<20}] {self.done}/{self.total} · {self.tokens / max(elapsed, 1e-9):.0f} tokens/s"
             f" · {_clock(left)} left{note}"
