@@ -8,14 +8,15 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_eagle.bench.child import Answer, Job, Outcome, Settings
+from vllm_eagle.bench.contestants import parse
 from vllm_eagle.bench.journal import Cell, Measurement
 from vllm_eagle.bench.summary import summarise
-from vllm_eagle.integration.bench_engine import since, start
+from vllm_eagle.integration.bench_engine import options, since, start
 from vllm_eagle.testing import tiny_head, tiny_target
 
 PROMPTS = [[7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8], [30, 40, 50], [5, 6] * 20]
 JOBS = {(t, c): Job(PROMPTS, 24, t, c) for t in (0.0, 1.0) for c in (1, 2)}
-NAMES = ("plain", "tree:4", "auto", "chain:2", "ngram")
+NAMES = ("plain", "tree:4", "chain:2", "ngram")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_texts_are_plain_decodings(answers: dict[str, dict[tuple[float, int], Ou
     assert max(map(len, plain[(0.0, 1)].ids)) == 24
     for name in NAMES[1:]:
         for (temperature, concurrency), outcome in answers[name].items():
-            if temperature == 0 or name in ("tree:4", "auto"):
+            if temperature == 0 or name == "tree:4":
                 assert outcome.ids == plain[(temperature, concurrency)].ids, (name, temperature, concurrency)
 
 
@@ -65,7 +66,7 @@ def test_counters_are_of_the_job_alone(answers: dict[str, dict[tuple[float, int]
             steps = sum(len(ids) - 1 for ids in outcome.ids)
             assert outcome.drafts <= steps, (name, temperature, concurrency)
             assert outcome.accepted <= outcome.drafted <= most * outcome.drafts
-            if name != "ngram" or temperature == 0:
+            if name == "tree:4" or temperature == 0:
                 assert outcome.drafts > 0 and outcome.accepted > 0
     tree = answers["tree:4"][(0.0, 1)]
     assert set(tree.sizes) == {"4"} and tree.sizes["4"] >= tree.drafts
@@ -87,7 +88,7 @@ def test_a_report_comes_of_it(answers: dict[str, dict[tuple[float, int], Outcome
     found = [Measurement.of(cells[c], 0, name, out) for name, outs in answers.items() for c, out in outs.items()]
     for table in summarise(found, {}, NAMES, lambda concurrency: 1.0):
         rows = {row["contestant"]: row for row in table["rows"]}
-        assert rows["tree:4"]["equal_texts"] == rows["auto"]["equal_texts"] == rows["tree:4"]["texts"] == 3
+        assert rows["tree:4"]["equal_texts"] == rows["tree:4"]["texts"] == 3
         assert 1 < rows["tree:4"]["accepted_length"] <= 5
         assert (rows["chain:2"]["equal_texts"] is None) == (table["temperature"] > 0)
 
@@ -99,6 +100,15 @@ def test_suffix_decoding_runs_or_says_what_it_needs(models: tuple[str, str]) -> 
     else:
         with pytest.raises(Exception, match=r"(?i)arctic.?inference"):
             start(settings("suffix", models))
+
+
+def test_options_are_the_contestants() -> None:
+    """Catches a size that does not reach its engine."""
+    ours = {name: options(parse(name), "head")["additional_config"]["vllm_eagle"] for name in ("auto", "tree:60", "tree:12x4")}
+    assert [(o["tree_size"], o.get("tree_depth")) for o in ours.values()] == [("auto", None), (60, None), (12, 4)]
+    theirs = {name: options(parse(name), "head")["speculative_config"] for name in ("chain:5", "ngram:7", "ngram")}
+    assert [one["num_speculative_tokens"] for one in theirs.values()] == [5, 7, 5]
+    assert theirs["chain:5"]["model"] == "head" and options(parse("plain"), None) == {}
 
 
 def test_buckets_hold_their_own() -> None:
