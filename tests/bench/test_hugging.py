@@ -21,6 +21,9 @@ def test_its_texts_and_times(target: str) -> None:
             text.append(wanted)
     assert len(greedy.first) == 2 and min(greedy.first) > 0
     assert (greedy.drafts, greedy.accepted) == (0, 0)
+    hot = answer(Job(PROMPTS[:1], 10, 10.0, 1)).ids[0]
+    ranks = model(torch.tensor([PROMPTS[0] + hot])).logits[0, len(PROMPTS[0]) - 1 : -1].argsort(descending=True).argsort()
+    assert max(int(rank[token]) for rank, token in zip(ranks, hot, strict=True)) > 50  # no top-k, which is 50 by default
     sampled = [answer(Job(PROMPTS, 10, 1.0, 1)).ids for _ in range(2)]
     assert sampled[0] == sampled[1] != greedy.ids  # a seed for every request
 

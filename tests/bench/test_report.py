@@ -73,7 +73,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     html = (tmp_path / "index.html").read_text()
     assert re.findall(r'(?:src|href)="(?!data:image/png;base64,)', html) == []
     assert "http" not in re.sub(r"base64,[^\"]+", "", html) and "url(" not in html
-    assert "<b>" not in html and "&lt;b&gt;" in html and "needs &lt;a package&gt;" in html
+    assert "<b>" not in html and "<a package>" not in html and "&lt;b&gt;" in html and "needs &lt;a package&gt;" in html
     plots = sorted(path.name for path in tmp_path.glob("*.png"))
     assert html.count("data:image/png") == len(plots) == 4  # two temperatures, ratio and rate
     assert all((tmp_path / plot).read_bytes().startswith(b"\x89PNG") for plot in plots)
