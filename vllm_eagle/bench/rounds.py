@@ -78,19 +78,18 @@ def race(plan: Plan, crew: Measures, journal: Journal) -> None:
     ]
     total, left = (sum(len(plan.taking_part(cell, journal.failed)) for cell, *_ in some) for some in (rounds, open_rounds))
     progress = Progress("bench", total, total - left)
-    for cell, workload, number in open_rounds:
+    for place, (cell, workload, number) in enumerate(open_rounds, 1):
         job = plan.job(cell, workload)
         for contestant in rotated(plan.taking_part(cell, journal.failed), number):
-            note = f" · {contestant.name}, {cell.concurrency} at once, T={cell.temperature:g}, {cell.workload}"
-            if contestant.name in journal.failed:
-                continue
             try:
                 measured = Measurement.of(cell, number, contestant.name, crew.measure(contestant, job))
             except ContestantFailed as bad:
                 if contestant.name == PLAIN:
                     raise EagleError(f"plain vLLM cannot be measured: {bad}") from None
                 journal.fail(contestant.name, str(bad))
+                progress.total -= sum(contestant.serves(later.concurrency) for later, *_ in open_rounds[place:])
                 progress.add(0, note=f" · {contestant.name} is out: {bad}")
                 continue
             journal.add(measured)
-            progress.add(measured.tokens, note=note)
+            rate, what = measured.tokens / measured.seconds, f"{cell.concurrency} at once, T={cell.temperature:g}"
+            progress.add(0, note=f" · {contestant.name} {rate:.1f} tokens/s, {what}, {cell.workload}")
