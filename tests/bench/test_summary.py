@@ -68,10 +68,10 @@ def test_a_round_made_again_counts_once() -> None:
 def test_best_chain_and_the_absent() -> None:
     """Catches the wrong chain named best, and a row that vanishes instead of saying why."""
     found = [measured("plain", 0, 10), measured("chain:1", 0, 8), measured("chain:2", 0, 7), measured("chain:3", 0, 9)]
-    said = rows(found, ["plain", "chain:1", "chain:2", "chain:3", "suffix", "hf"], {"suffix": "no such package"})
+    said = rows(found, ["plain", "chain:1", "chain:2", "chain:3", "suffix", "hf", "ngram"], {"suffix": "no such package"})
     assert [name for name, row in said.items() if row.get("best_chain")] == ["chain:2"]
     assert said["suffix"]["absent"] == "no such package"
-    assert "one request at a time" in said["hf"]["absent"]
+    assert "one request at a time" in said["hf"]["absent"] and said["ngram"]["absent"] == "not measured yet"
 
 
 def test_sampled_texts_are_compared_where_they_must_be_equal() -> None:

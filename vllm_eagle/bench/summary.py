@@ -52,7 +52,8 @@ def _row(
     name: str, own: Mapping[int, Measurement], plain: Mapping[int, Measurement], failed: Mapping[str, str], cell: Cell
 ) -> dict[str, Any]:
     if not own:
-        return {"contestant": name, "absent": failed.get(name, "answers one request at a time")}
+        why = "not measured yet" if parse(name).serves(cell.concurrency) else "answers one request at a time"
+        return {"contestant": name, "absent": failed.get(name, why)}
     rounds = sorted(own.keys() & plain.keys())
     rates = {number: one.tokens / one.seconds for number, one in own.items()}
     drafts, drafted, accepted = (sum(getattr(one, what) for one in own.values()) for what in ("drafts", "drafted", "accepted"))
