@@ -25,6 +25,7 @@ ORDER = [
     "speculate",
     "testing",
     "train",
+    "bench",
     "integration",
     "demo",
     "plugin",

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Collect the subcommands of every room."""
+    from vllm_eagle.bench.cli import add_commands as add_bench
     from vllm_eagle.demo.cli import add_commands as add_demo
     from vllm_eagle.train.cli import add_commands as add_train
 
@@ -31,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_demo(subparsers)
     add_train(subparsers)
+    add_bench(subparsers)
     return parser
 
 

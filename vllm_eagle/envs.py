@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -25,3 +26,11 @@ def shares_noise() -> bool:
 def compiler() -> str:
     """Return the C++ compiler for the CPU kernel (`CXX`, default `g++`)."""
     return os.environ.get("CXX") or "g++"
+
+
+def preload() -> str | None:
+    """Return `LD_PRELOAD` with Intel's OpenMP in front, as vLLM asks for on x86; None if it is missing or there already."""
+    library, loaded = Path(sys.prefix) / "lib" / "libiomp5.so", os.environ.get("LD_PRELOAD", "")
+    if not library.is_file() or "libiomp5" in loaded:
+        return None
+    return f"{library}:{loaded}".rstrip(":")

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from vllm_eagle.envs import preload
+
 _ABOUT = """\
 Answer a few prompts twice, with plain vLLM and with trees, side by side in one process; the text streams as it is
 written. Ends with a table: tokens per second of both, their ratio, the mean accepted length, and whether the texts are
@@ -52,8 +54,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _preload_openmp() -> None:
     """Start again with Intel's OpenMP in LD_PRELOAD, as vLLM asks for on x86; the same for both contestants."""
-    library = Path(sys.prefix) / "lib" / "libiomp5.so"
-    loaded = os.environ.get("LD_PRELOAD", "")
-    if library.is_file() and "libiomp5" not in loaded:
-        os.environ["LD_PRELOAD"] = f"{library}:{loaded}".rstrip(":")
+    if wanted := preload():
+        os.environ["LD_PRELOAD"] = wanted
         os.execv(sys.executable, [sys.executable, "-m", "vllm_eagle.cli", *sys.argv[1:]])

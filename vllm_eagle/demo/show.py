@@ -6,22 +6,12 @@ import os
 import textwrap
 from pathlib import Path
 
+from vllm_eagle.demo.prompts import PROMPTS
 from vllm_eagle.heads.checkpoint import check_folder
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-PROMPTS = (
-    "Explain in a few sentences why the sky is blue.",
-    "Write a short letter to a friend who has just moved to another city.",
-    "What should I take with me on a three-day walk in the mountains?",
-    "Write a Python function that counts the vowels in a string.",
-    "Tell me a short story about a lighthouse keeper and a lost ship.",
-    "What is the difference between a river and a canal?",
-    "Give me five ideas for a cheap birthday party.",
-    "How does a refrigerator keep food cold?",
-)
 
 
 def show(model: Path, head: Path, *, tree_size: int, tree_depth: int, tokens: int, count: int) -> int:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 @dataclass
 class Progress:
-    """Show how much of `total` rows is done, tokens a second of this run, and the time left."""
+    """Show how much of `total` rows is done, tokens a second of this run if any are counted, and the time left."""
 
     label: str
     total: int
@@ -38,11 +38,9 @@ class Progress:
         left = elapsed / fresh * (self.total - self.done)
         share = self.done / max(1, self.total)
         bar = "#" * int(20 * share)
-        end = "\r" if self.stream.isatty() and self.done < self.total else "\n"
-        line = (
-            f"{self.label} [{bar:<20}] {self.done}/{self.total} · {self.tokens / max(elapsed, 1e-9):.0f} tokens/s"
-            f" · {_clock(left)} left{note}"
-        )
+        end = "\x1b[K\r" if self.stream.isatty() and self.done < self.total else "\n"
+        rate = f" · {self.tokens / max(elapsed, 1e-9):.0f} tokens/s" if self.tokens else ""
+        line = f"{self.label} [{bar:<20}] {self.done}/{self.total}{rate} · {_clock(left)} left{note}"
         print(line, end=end, file=self.stream, flush=True)
 
 

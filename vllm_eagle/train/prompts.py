@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,12 +53,12 @@ class PromptReport:
 
 
 def read_prompts(path: Path, report: PromptReport) -> list[Prompt]:
-    """Read prompts from `.jsonl`: `prompt`, `text` or the first of `turns`; `id` or `question_id` is kept when present."""
+    """Read prompts from `.jsonl` (or `.gz` of it): `prompt`, `text` or first of `turns`; `id` or `question_id` if present."""
     if not path.is_file():
         raise EagleError(f"no prompts at {path}; give a .jsonl file with a field prompt, text or turns in each row")
     prompts: dict[str, Prompt] = {}
     names: set[str] = set()
-    for line in path.read_text(errors="replace").splitlines():
+    for line in _text(path).splitlines():
         try:
             prompt = _parse(json.loads(line))
         except (ValueError, KeyError, IndexError, TypeError):
@@ -70,6 +72,16 @@ def read_prompts(path: Path, report: PromptReport) -> list[Prompt]:
             prompts[prompt.text] = prompt
             names.add(prompt.id)
     return list(prompts.values())
+
+
+def _text(path: Path) -> str:
+    if path.suffix != ".gz":
+        return path.read_text(errors="replace")
+    try:
+        with gzip.open(path, "rt", errors="replace") as file:
+            return file.read()
+    except (OSError, EOFError, zlib.error) as bad:
+        raise EagleError(f"{path} cannot be unpacked ({bad}); copy it again") from None
 
 
 def _parse(row: dict[str, Any]) -> Prompt:
@@ -113,6 +125,13 @@ def questions(
             report.too_long += 1
             continue
         yield Question(prompt.id, tuple(ids), temperatures.of(prompt.id), max_tokens)
+
+
+def prompt_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """Tokenise a prompt, with the chat template where there is one."""
+    if not tokenizer.chat_template:
+        return tokenizer.encode(text)
+    return tokenizer.encode(_render(tokenizer, text, answer=True), add_special_tokens=False)
 
 
 def question_openings(tokenizer: ChatTokenizer, names: Iterable[str], max_tokens: int) -> Iterator[Question]:
