@@ -1,4 +1,4 @@
-"""The command on a tiny model, from options to report; every contestant is in `tests/integration/test_bench_engine.py`."""
+"""The command on a tiny model, from options to report; the others are in `tests/integration/test_bench_engine.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_eagle.cli import main
 from vllm_eagle.testing import tiny_target
 
 Ran = tuple[list[str], Path, str]
-NAMES = ["plain", "hf"]
+NAMES = ["plain", "ngram", "hf"]
 
 
 def bench(options: list[str]) -> tuple[int, str]:
@@ -43,8 +43,9 @@ def test_all_are_measured_and_equal(ran: Ran) -> None:
     assert results["failed"] == {}
     for table, concurrency in zip(results["tables"], (1, 2), strict=True):
         assert (table["workload"], table["temperature"], table["concurrency"]) == ("mt", 0, concurrency)
-        plain, hugging = table["rows"]
+        plain, ngram, hugging = table["rows"]
         assert plain["equal_texts"] == plain["texts"] == 6 and plain["ratio"]["median"] == 1
+        assert ngram["equal_texts"] == 6 and ngram["ratio"]["median"] > 0
         assert plain["tokens_per_s"]["median"] > 0 and plain["first_token_ms"]["median"] > 0
         if concurrency == 1:
             assert hugging["equal_texts"] == 6 and hugging["ratio"]["median"] > 0
@@ -63,7 +64,7 @@ def test_what_is_left(ran: Ran) -> None:
     assert results["run"]["workloads"] == ["mt"] and results["machine"]["gemm_gflops"] > 0
     before = (out / "measurements.jsonl").read_text()
     status, printed = bench(options)
-    assert status == 0 and "continuing: 6 measurements are in" in printed
+    assert status == 0 and "continuing: 10 measurements are in" in printed
     assert (out / "measurements.jsonl").read_text() == before
     assert bench([*options, "--tokens", "13"])[0] == 2  # another question, another folder
 
