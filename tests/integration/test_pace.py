@@ -100,7 +100,7 @@ def test_a_useless_head_is_given_up(target: str, tmp_path: Path) -> None:
     generate(llm, prompts(LENGTHS), greedy(300))
     spent = since(before, counters(llm))
     assert spent["drafts"] < 0.1 * 300 * len(LENGTHS)
-    assert spent["draft_tokens"] < 0.1 * 300 * len(LENGTHS)
+    assert spent["draft_tokens"] < 0.5 * 300 * len(LENGTHS)  # trees of 25 nodes would be fifty times that
 
 
 @pytest.fixture
