@@ -55,8 +55,8 @@ POOL = {
 TREES = {"depth": 5, "width": 6, "sibling": 2, "right_depth": [5, 2, 0, 3, 1], "vocab": 260}
 STUCK_SECONDS = 300
 """Nobody waits that long for an answer unless the engine is stuck."""
-WARM_ROUNDS = 5
-"""Silences from which on memory is judged: one before the first request, one warm, and some to compare."""
+WARM_ROUNDS = 9
+"""Silences from which on memory is judged: caches of types fill in the first rounds."""
 MORE_OBJECTS, MORE_BYTES = 0.05, 48 << 20
 """What may be gained after warming up: Python objects of the engine per request, and resident bytes in all."""
 
