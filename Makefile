@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 help:
 	@echo "make demo       answer a few prompts with plain vLLM and with trees, side by side (2 minutes after set-up)"
-	@echo "make bench      plain vLLM, trees, vLLM's own speculation and Hugging Face on the demo's model, interleaved (25 minutes)"
+	@echo "make bench      plain vLLM, trees, vLLM's own speculation and Hugging Face on the demo's model, interleaved (some 25 minutes, estimated)"
 	@echo "make test       linters, types and the test suite (15 to 20 minutes)"
 	@echo "make venv       the virtual environment alone (5 minutes, 3.5 GB; a second run takes a second)"
 	@echo "make check      linters and types alone (1 minute)"

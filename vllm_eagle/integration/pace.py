@@ -91,15 +91,15 @@ def measure_costs(runner: TreeRunner, drafter: HeadDrafter) -> Costs:
         if (found := _recall(file, rows, target)) is None:
             found = _seconds(rows, target), _seconds(rows, head)
             _remember(file, rows, *found)
-    verify, level = (Curve(rows, seconds) for seconds in found)
+    verify, level = Curve(rows, found[0]), found[1]
     logger.info(
         "measured in %.1f s: a step of the target takes %.1f ms for 1 row, %.1f ms for 16; a level of the head %.1f ms",
         time.perf_counter() - began,
         1e3 * float(verify(1)),
         1e3 * float(verify(16)),
-        1e3 * found[1][0],
+        1e3 * level[0],
     )
-    return Costs(verify, Curve(rows, found[1]), level)
+    return Costs(verify, Curve(rows, level), Curve(rows, level))
 
 
 def _key(runner: TreeRunner, drafter: HeadDrafter) -> str:
