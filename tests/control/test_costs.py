@@ -16,8 +16,18 @@ def test_between_and_beyond_the_measured_rows() -> None:
 
 
 def test_more_rows_never_cost_less() -> None:
-    """Catches a measurement disturbed by a neighbour that makes larger trees look free."""
-    assert Curve([1, 2, 4], [30.0, 10.0, 40.0])([1, 2, 3, 4]).tolist() == [30, 30, 35, 40]
+    """Catches a measurement disturbed by a neighbour that makes larger trees look free, or few rows dear for ever."""
+    curve = Curve([1, 2, 4], [30.0, 10.0, 40.0])
+    assert curve([1, 2, 3, 4]).tolist() == [10, 10, 25, 40]
+
+
+def test_steps_correct_their_neighbours_in_both_directions() -> None:
+    """Catches a row count measured too dear that stays so, however many larger steps were faster."""
+    curve = Curve([1, 8, 64], [20.0, 20.0, 60.0])
+    for _ in range(200):
+        curve.observe(8, 10.0)
+        curve.observe(64, 60.0)
+    assert float(curve(1)) <= float(curve(8)) == pytest.approx(10, rel=0.1)
 
 
 def test_a_machine_that_slows_down_slows_every_row_count() -> None:

@@ -27,7 +27,8 @@ class Curve:
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """`rows` ascending, with the `seconds` measured for each."""
         self._rows = np.asarray(rows, np.float64)
-        self._shape = np.maximum.accumulate(np.asarray(seconds, np.float64))  # more rows never take less time
+        # More rows never take less time, and what disturbs a measurement makes it longer: the smaller one is right.
+        self._shape = np.minimum.accumulate(np.asarray(seconds, np.float64)[::-1])[::-1].copy()
         self._speeds: deque[float] = deque(maxlen=RECENT)
         self._speed = 1.0
 
@@ -41,7 +42,8 @@ class Curve:
         if self._speeds:
             near = int(np.abs(self._rows - rows).argmin())
             self._shape[near] *= np.clip(ratio / self._speed, 0.5, 2.0) ** PATIENCE
-            np.maximum.accumulate(self._shape, out=self._shape)
+            self._shape[:near] = np.minimum(self._shape[:near], self._shape[near])
+            self._shape[near:] = np.maximum(self._shape[near:], self._shape[near])
         self._speeds.append(ratio)
         self._speed = float(np.median(self._speeds))
 
