@@ -32,7 +32,7 @@ CHECK = 64
 BUDGETS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Nodes per request whose worth is remembered."""
 FRESH = 0.1
-"""Weight of a step in the moving averages of what trees look like."""
+"""Weight of a step in the moving averages of what trees look like, once there were enough steps for a mean of all."""
 
 
 class Controller:
@@ -46,6 +46,7 @@ class Controller:
         self._kept = np.array([j for j in BUDGETS if j < size] + [float(size)])  # J
         self._gains = np.minimum(3.2 * (1 - 0.8**self._kept), 0.8 * limits[:, None] ** 0.75)  # [levels, J], hopeful at first
         self._levels, self._width = limits.astype(np.float64), 2.0  # levels they really had; frontier nodes of a level
+        self._drawn = 0  # how many draftings these are means of
         self._idle = self._busy = 0  # steps without drafts, steps with, since that last changed
         self._rate = self._price = self._drafting = 0.0  # the going rate, tokens a row must bring, seconds a drafting takes
         self._limit, self._planned, self._probing = depth, 0, False  # of the next trees
@@ -118,13 +119,15 @@ class Controller:
 
     def _remember(self, values: NDArray[np.float32], depths: NDArray[np.int32]) -> None:
         levels = 1 + len(self._frontiers)
+        self._drawn += 1
+        weight = max(FRESH, 1 / (1 + self._drawn))
         if self._frontiers:
-            self._width += FRESH * (float(np.mean(self._frontiers)) - self._width)
+            self._width += weight * (float(np.mean(self._frontiers)) - self._width)
         counts = np.minimum(np.ceil(len(values) * self._kept).astype(int), values.size) - 1
         for at in range(len(self._levels)):
             pooled = np.sort(np.where(depths <= at + 1, values, 0.0), axis=None)[::-1].cumsum()
-            self._gains[at] += FRESH * (pooled[counts] / len(values) - self._gains[at])
-            self._levels[at] += FRESH * (min(at + 1, levels) - self._levels[at])
+            self._gains[at] += weight * (pooled[counts] / len(values) - self._gains[at])
+            self._levels[at] += weight * (min(at + 1, levels) - self._levels[at])
 
     def _finish(self) -> None:
         if self._running is not None:
