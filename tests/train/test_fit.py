@@ -146,6 +146,32 @@ def test_an_exported_head_can_be_trained_further(fitted: Path, toy_folder: Path,
     assert rows[-1]["held_out"]["alpha"][0] == pytest.approx(before["held_out"]["alpha"][0], abs=0.02)
 
 
+def test_layers_can_be_added_to_a_head(fitted: Path, toy_folder: Path, toy_features: Path, tmp_path: Path) -> None:
+    """Catches an added layer that speaks before it has learnt anything, and one that cannot learn."""
+    settings = ("layers=2", "steps=11", "learning_rate=0.0", "judge_every=1")
+    assert main([*_command(toy_folder, toy_features, tmp_path, *settings), "--start", str(fitted / "head")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    before = [json.loads(line) for line in (fitted / "journal.jsonl").read_text().splitlines()][-1]
+    assert rows[-1]["held_out"]["alpha"][0] == pytest.approx(before["held_out"]["alpha"][0], abs=0.02)
+    grown = load_head(tmp_path / "head")
+    assert grown.config.num_layers == 2
+    again = [*_command(toy_folder, toy_features, tmp_path / "more", "layers=2", "steps=11"), "--start", str(tmp_path / "head")]
+    assert main(again) == 0
+    learnt = dict(load_head(tmp_path / "more" / "head").named_parameters())
+    assert learnt["layers.1.self_attn.o_proj.weight"].any()
+    assert learnt["layers.1.mlp.down_proj.weight"].any()
+
+
+def test_layers_are_not_taken_from_a_head(
+    fitted: Path, toy_folder: Path, toy_features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a head of two layers that goes on as its first one alone."""
+    settings = ("layers=2", "steps=11", "learning_rate=0.0")
+    assert main([*_command(toy_folder, toy_features, tmp_path, *settings), "--start", str(fitted / "head")]) == 0
+    assert main([*_command(toy_folder, toy_features, tmp_path / "less"), "--start", str(tmp_path / "head")]) == 2
+    assert "--start is a head with num_layers 2, this fit trains one with 1" in capsys.readouterr().err
+
+
 def test_an_eagle3_head_keeps_its_vocabulary_when_trained_further(
     fitted3: Path, toy_folder: Path, toy_features: Path, tmp_path: Path
 ) -> None:

@@ -88,7 +88,8 @@ class Fit:
             return
         for name in ("kind", "num_layers", "intermediate_size", "aux_layers"):
             theirs, ours = getattr(self.start.config, name), getattr(self.head_config, name)
-            if theirs != ours:
+            grows = name == "num_layers" and theirs < ours  # layers added start as the identity
+            if theirs != ours and not grows:
                 raise EagleError(f"--start is a head with {name} {theirs}, this fit trains one with {ours}; it cannot continue")
 
     def run(self) -> None:
