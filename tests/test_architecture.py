@@ -24,6 +24,7 @@ ORDER = [
     "config",
     "speculate",
     "testing",
+    "trace",
     "train",
     "bench",
     "integration",

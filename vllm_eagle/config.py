@@ -36,6 +36,8 @@ class Options:
     """JSON file of the token ids worth drafting, or "all"; default: `draft_vocab.json` of the head's folder, if any."""
     max_context: int | None = None
     """Longest request that is drafted for, in tokens (default: the positions the head was made for)."""
+    trace: str | None = None
+    """Folder that gets a page for each request that asks for one (`speculative_trace` in its extra arguments)."""
     drafter: str = HEAD_DRAFTER
     """"head", or the dotted path of a drafter class."""
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +51,8 @@ class Options:
         for name in ("tree_size", "tree_depth", "tree_top_k"):
             if self.tree is not None and getattr(self, name) is not None:
                 raise EagleError(f"{name} has no effect on the static tree {self.tree}; give one of the two")
+        if self.trace is not None and not Path(self.trace).is_dir():
+            raise EagleError(f"trace={self.trace!r} is not a folder; make it first: pages about requests are written there")
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Options:

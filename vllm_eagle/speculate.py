@@ -17,6 +17,7 @@ def speculate(
     tree: str | None = None,
     draft_vocab: str | None = None,
     max_context: int | None = None,
+    trace: str | None = None,
     drafter: str | None = None,
     drafter_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -24,8 +25,9 @@ def speculate(
 
     `tree_size` nodes at most (default 25) or "auto", as many as pay; `tree_depth` levels (5); `tree_top_k` nodes expanded per
     level (8); or `tree`, the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all".
-    `max_context`: longest request drafted for, in tokens (default: the positions the head was made for). `drafter`: dotted
-    path of another drafter class, with its `drafter_options`. Raises `EagleError`.
+    `max_context`: longest request drafted for, in tokens (default: the positions the head was made for). `trace`: folder for
+    pages about requests that ask for one. `drafter`: dotted path of another drafter class, with its `drafter_options`.
+    Raises `EagleError`.
     """
     from vllm_eagle.config import KEY, Options  # torch is heavy: a process that only imports us must not pay for it
 
@@ -37,6 +39,7 @@ def speculate(
         "tree": tree,
         "draft_vocab": draft_vocab,
         "max_context": max_context,
+        "trace": trace,
         "drafter": drafter,
         "drafter_options": drafter_options,
     }

@@ -38,7 +38,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    _preload_openmp()
+    prepare_process()
     from vllm_eagle.demo.model import demo_head, demo_model
     from vllm_eagle.demo.show import show
 
@@ -52,8 +52,11 @@ def _run(arguments: argparse.Namespace) -> int:
     )
 
 
-def _preload_openmp() -> None:
-    """Start again with Intel's OpenMP in LD_PRELOAD, as vLLM asks for on x86; the same for both contestants."""
+def prepare_process() -> None:
+    """Keep the engine in this process and its log short; start again with Intel's OpenMP preloaded, as vLLM asks for on x86."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if wanted := preload():
         os.environ["LD_PRELOAD"] = wanted
         os.execv(sys.executable, [sys.executable, "-m", "vllm_eagle.cli", *sys.argv[1:]])

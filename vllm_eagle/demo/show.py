@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from pathlib import Path
 
 from vllm_eagle.demo.prompts import PROMPTS
 from vllm_eagle.heads.checkpoint import check_folder
-
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def show(model: Path, head: Path, *, tree_size: int, tree_depth: int, tokens: int, count: int) -> int:

@@ -27,6 +27,7 @@ _OPTION_OF = {
     "speculative_tree": "tree",
     "speculative_draft_vocab": "draft_vocab",
     "speculative_max_context": "max_context",
+    "speculative_trace": "trace",
 }
 
 
@@ -68,6 +69,12 @@ _FLAGS = (
         _count,
         "N",
         "Draft nothing for a request longer than N tokens (default: the positions the head was made for). Its text goes on.",
+    ),
+    (
+        "--speculative-trace",
+        str,
+        "FOLDER",
+        "Write a page about every request that asks for it (vllm_xargs speculative_trace=true): its trees, step by step.",
     ),
 )
 
@@ -244,9 +251,11 @@ class TreesTakeAnyParameter(Patch):
         def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
             from vllm_eagle.integration.checks import is_ours
             from vllm_eagle.integration.limits import check_wish
+            from vllm_eagle.integration.tracing import check_trace_wish
 
             if is_ours(speculative_config):
                 check_wish(self)
+                check_trace_wish(self)
             else:
                 validate(self, speculative_config)
 

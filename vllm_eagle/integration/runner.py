@@ -38,6 +38,7 @@ from vllm_eagle.integration.scheduler import PLACEHOLDER, TreeDrafts
 from vllm_eagle.integration.startup import choose_attention
 from vllm_eagle.integration.step import Step
 from vllm_eagle.integration.thinking import count_thinking
+from vllm_eagle.integration.tracing import Tracer
 from vllm_eagle.integration.watch import AcceptanceWatch
 from vllm_eagle.tree import DraftTree
 from vllm_eagle.verify import walk, walk_greedy
@@ -61,6 +62,7 @@ class TreeRunner(CPUModelRunner):
         self._pace: Pace | None = None  # trees of a fixed size have none
         self._failed: set[str] = set()  # requests whose drafting failed, each told of once
         self._watch = AcceptanceWatch(self.drafter.options.model)
+        self._tracer = Tracer.of(self.vllm_config, self.drafter.options)
         self.seconds: dict[str, float] = {}  # of this step, by part
         self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
         self.use_aux_hidden_state_outputs = bool(self.drafter.aux_layers)
@@ -88,6 +90,8 @@ class TreeRunner(CPUModelRunner):
         self._trees.pop(req_id, None)
         self._backlog.drop(req_id)
         self._failed.discard(req_id)
+        if self._tracer is not None:
+            self._tracer.finish(req_id, req_state.sampling_params)
 
     # The whole step ----------------------------------------------------------------------------------------------
 
@@ -99,12 +103,14 @@ class TreeRunner(CPUModelRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Walk, commit and draft; what was measured leaves with the output."""
-        step, names = self._step, self.input_batch.req_ids
+        step, names = self._step, list(self.input_batch.req_ids)
         output = super().sample_tokens(grammar_output)
         if step is not None:
             depths = {names[r]: int(tree.depths.max()) for r, tree in enumerate(step.trees) if tree is not None}
             seconds = {part: s for part, s in self.seconds.items() if depths or part != VERIFY}
             output.measures = Measures([len(nodes) for nodes in self._draft_token_ids or [] if nodes], depths, seconds)
+            if self._tracer is not None:
+                self._tracer.observe(step, self.requests, names, self.seconds)
         return output
 
     # Before the forward pass -------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Answer:
 
 
 class Session:
-    """Answer greedily, with trees if a head is given."""
+    """Answer one prompt after the other, with trees if a head is given."""
 
     def __init__(self, model: Path, tokens: int, head: Path | None = None, **tree: Any) -> None:
         """`tokens` is the longest answer; `tree` are options of `vllm_eagle.speculate`."""
@@ -42,15 +42,21 @@ class Session:
             **extra,
         )
 
-    def answer(self, prompt: str, limit: int | None = None, on_text: Callable[[str], None] | None = None) -> Answer:
-        """Answer one prompt, at most `limit` tokens, handing pieces of text to `on_text` as they come."""
+    def answer(
+        self, prompt: str, limit: int | None = None, on_text: Callable[[str], None] | None = None, **sampling: Any
+    ) -> Answer:
+        """Answer one prompt, at most `limit` tokens, handing pieces of text to `on_text` as they come.
+
+        `sampling` are further fields of `SamplingParams`; without them it answers greedily.
+        """
         tokenizer = self.llm.get_tokenizer()
         asked = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
         )
         self.asked += 1
         engine, ids, steps = self.llm.llm_engine, [], -1
-        params = SamplingParams(temperature=0, max_tokens=limit or self.tokens, output_kind=RequestOutputKind.DELTA)
+        sampling = {"temperature": 0, "max_tokens": limit or self.tokens} | sampling
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling)
         began = time.perf_counter()
         engine.add_request(str(self.asked), {"prompt_token_ids": asked}, params)
         while engine.has_unfinished_requests():
@@ -60,3 +66,7 @@ class Session:
                     on_text(out.outputs[0].text)
             steps += 1
         return Answer(ids, time.perf_counter() - began, max(0, steps))
+
+    def settle(self) -> None:
+        """Let the worker hear that the last answer has ended: it is told with the next step."""
+        self.llm.llm_engine.step()
