@@ -27,6 +27,7 @@ ORDER = [
     "trace",
     "train",
     "bench",
+    "doctor",
     "integration",
     "demo",
     "plugin",

@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Collect the subcommands of every room."""
     from vllm_eagle.bench.cli import add_commands as add_bench
     from vllm_eagle.demo.cli import add_commands as add_demo
+    from vllm_eagle.doctor.cli import add_commands as add_doctor
     from vllm_eagle.trace.cli import add_commands as add_trace
     from vllm_eagle.train.cli import add_commands as add_train
 
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_demo(subparsers)
+    add_doctor(subparsers)
     add_trace(subparsers)
     add_train(subparsers)
     add_bench(subparsers)

@@ -36,6 +36,10 @@ class Curve:
         """Return the seconds expected for row counts [n]."""
         return self._speed * self._at(np.asarray(rows, np.float64))
 
+    def points(self) -> tuple[list[float], list[float]]:
+        """Return the row counts measured, and their seconds now."""
+        return self._rows.tolist(), self(self._rows).tolist()
+
     def observe(self, rows: int, seconds: float) -> None:
         """Take a step of `rows` that took `seconds`."""
         ratio = seconds / float(self._at(np.asarray([rows], np.float64))[0])

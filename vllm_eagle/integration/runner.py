@@ -85,6 +85,10 @@ class TreeRunner(CPUModelRunner):
             drafter.pricing = controller = Controller(measure_costs(self, drafter), growth.size, growth.depth)
             self._pace = Pace(controller)
 
+    def step_costs(self) -> tuple[list[float], list[float]] | None:
+        """Return rows and the seconds expected of a step with them, as the controller sees it now."""
+        return None if self._pace is None else self._pace.controller.costs.verify.points()
+
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
         self._trees.pop(req_id, None)

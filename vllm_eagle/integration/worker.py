@@ -37,3 +37,7 @@ class CPUTreeWorker(CPUWorker):
         times = super().compile_or_warm_up_model()
         self.model_runner.measure()
         return times
+
+    def step_costs(self) -> tuple[list[float], list[float]] | None:
+        """Return rows and the seconds of a step with them, None where trees do not follow the load."""
+        return self.model_runner.step_costs()
