@@ -51,7 +51,7 @@ def make(folder: Path) -> None:
     print(f"making {folder}: vLLM {VLLM} for CPU and this package, about 3.5 GB and 3 to 5 minutes", flush=True)
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    _pip(python, "install", "setuptools>=68", "wheel")
+    _pip(python, "install", "setuptools>=77", "wheel")
     try:
         _pip(python, "install", "--no-build-isolation", "-e", f"{ROOT}[{EXTRAS}]")
     except subprocess.CalledProcessError:  # the CPU build of torch is not on every index
