@@ -97,3 +97,48 @@ def test_every_flag_is_shown(repository: Path) -> None:
 
     text = (repository / "README.md").read_text()
     assert [flag for flag, *_ in _FLAGS if f"`{flag}" not in text] == []
+
+
+def code_of(page: Path) -> list[str]:
+    return [block for language, block in FENCE.findall(page.read_text()) if language == "python"]
+
+
+def test_the_drafter_shown_drafts(
+    repository: Path, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an example that was true of an earlier contract."""
+    from tests.integration.harness import engine, generate, greedy
+    from vllm_eagle import speculate
+
+    (tmp_path / "my_drafters.py").write_text(code_of(repository / "docs" / "extending.md")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = [[5, 6, 7, 8, 5, 6, 7], [9, 9, 9], [3, 4]]
+    expected = generate(engine(folders[0]), asked, greedy(60))
+    tree = engine(folders[0], **speculate(drafter="my_drafters.Repeat", tree_size=8))
+    assert generate(tree, asked, greedy(60)) == expected
+    counters = {metric.name: metric.value for metric in tree.get_metrics() if hasattr(metric, "value")}
+    assert counters["vllm:spec_decode_num_drafts"] > 0
+
+
+def test_the_growth_shown_grows(repository: Path) -> None:
+    """Catches an example that drops a parent, or a whole tree."""
+    import torch
+
+    from vllm_eagle.tree import CandidatePool
+
+    place: dict[str, object] = {"__name__": "shown"}
+    exec(code_of(repository / "docs" / "extending.md")[1], place)
+    growth = place["Certain"](size=8, depth=3, top_k=3)  # type: ignore[operator]
+    pool = CandidatePool(growth, 2)
+    for level in range(3):
+        shape = (2, pool.frontier.shape[1], 3)
+        guesses = torch.rand(shape, generator=torch.Generator().manual_seed(level))
+        tokens = torch.arange(guesses.numel()).view(shape) + 100 * level
+        pool.add(tokens, guesses.log(), guesses)
+        if level < 2:
+            pool.expand()
+    trees, values = pool.trees(torch.tensor([1, 2]))
+    for tree in trees:
+        tree.validate()
+        assert tree.size >= 1
+    assert float(values[:, 1:].max()) > -0.69 or values.shape[1] == 1
