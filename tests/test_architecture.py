@@ -26,6 +26,7 @@ ORDER = [
     "testing",
     "trace",
     "train",
+    "batch",
     "bench",
     "doctor",
     "integration",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_eagle.cli import build_parser
+from vllm_eagle.cli import parse
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
@@ -72,7 +72,7 @@ def test_commands_parse(repository: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 continue
             words = shlex.split(found[1])
             try:
-                build_parser().parse_args(words)
+                parse(words)
                 parsed += 1
             except ValueError as bad:
                 wrong.append(f"{page.name}: {line.strip()}: {bad}")

@@ -11,7 +11,7 @@ from vllm_eagle.errors import EagleError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; bad input ends in one line on standard error and status 2."""
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(argv)
     try:
         return int(arguments.run(arguments) or 0)
     except EagleError as bad:
@@ -21,8 +21,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line; a command that passes flags on to vLLM gets those it does not know in the field it names."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if (field := getattr(arguments, "passes_on", None)) is not None:
+        setattr(arguments, field, rest)
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Collect the subcommands of every room."""
+    from vllm_eagle.batch.cli import add_commands as add_batch
     from vllm_eagle.bench.cli import add_commands as add_bench
     from vllm_eagle.demo.cli import add_commands as add_demo
     from vllm_eagle.doctor.cli import add_commands as add_doctor
@@ -33,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_demo(subparsers)
+    add_batch(subparsers)
     add_doctor(subparsers)
     add_trace(subparsers)
     add_train(subparsers)

@@ -125,6 +125,8 @@ TOUCHES = (
            "sample_hidden_states", "aux_hidden_states", "ec_connector_output", "cudagraph_stats", "slot_mappings")),
     Touch(f"{_RUNNER}._get_eagle3_aux_layers_from_config", "overridden", "the head's folder names the layers it reads",
           "vLLM asks the drafter", ()),
+    Touch("vllm.plugins.load_general_plugins", "called", "`vllm-eagle batch` takes vLLM's flags, ours among them", "stays", ()),
+    Touch("vllm.utils.argparse_utils.FlexibleArgumentParser", "called", "the parser of vLLM's flags", "stays"),
     Touch("vllm.tokenizers.cached_tokenizer_from_config", "called", "pages show tokens as text", "stays",
           ("model_config", "kwargs")),
     Touch("vllm._custom_ops.create_onednn_mm", "called", "the head's layers use vLLM's packed product", "stays"),

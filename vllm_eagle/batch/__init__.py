@@ -1,0 +1,1 @@
+"""Answer a file of prompts: every row once, in order, through any number of interruptions."""
