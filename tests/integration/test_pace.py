@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,19 @@ def test_drafting_on_and_off(base: LLM, auto: LLM, monkeypatch: pytest.MonkeyPat
     assert since(before, counters(auto))["drafts"] > 5
     assert len(passes) < 30  # of more than 40 steps; those that read prompts, or fell behind, are among them
     assert 0 < sum(passes) < len(passes)
+
+
+def test_an_idle_engine_is_not_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the wait for a next request taken for the time between two steps, which makes every step look dear."""
+    now, rests = [0.0], list[float]()
+    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    told = pace.Pace(SimpleNamespace(costs=SimpleNamespace(observe_rest=rests.append)))  # type: ignore[arg-type]
+    for gap, batch in ((600.0, ["a"]), (0.25, ["a"]), (0.5, ["a", "b"]), (0.75, ["b"]), (600.0, ["c"]), (0.125, ["c"])):
+        now[0] += gap
+        told.begin_step(batch)
+        now[0] += 1.0
+        told.end_step(batch)
+    assert rests == [0.25, 0.5, 0.75, 0.125]
 
 
 def test_the_head_catches_up(auto: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

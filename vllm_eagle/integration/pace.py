@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,17 +42,20 @@ class Pace:
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
         self._began = time.perf_counter()
-        self._ended: float | None = None
+        self._ended, self._served = self._began, frozenset[str]()
 
-    def begin_step(self) -> None:
-        """Hear that a step begins."""
+    def begin_step(self, requests: Iterable[str]) -> None:
+        """Hear that a step of these requests begins; the time since the last one counts if it has one of that one's left.
+
+        Else the engine may have waited for a request to come.
+        """
         self._began = time.perf_counter()
-        if self._ended is not None:
+        if not self._served.isdisjoint(requests):
             self.controller.costs.observe_rest(self._began - self._ended)
 
-    def end_step(self) -> None:
+    def end_step(self, requests: Iterable[str]) -> None:
         """Hear that a step is over."""
-        self._ended = time.perf_counter()
+        self._ended, self._served = time.perf_counter(), frozenset(requests)
 
     def verified(self, step: Step) -> None:
         """Take a step's time and the accepted rows of its trees; steps with prompts in them take longer and do not count."""

@@ -121,7 +121,7 @@ class TreeRunner(CPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         if self._pace is not None:
-            self._pace.begin_step()
+            self._pace.begin_step(self.input_batch.req_ids)
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         count, total = self.input_batch.num_reqs, scheduler_output.total_num_scheduled_tokens
         drafts, kept = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.kept_rows
@@ -264,7 +264,7 @@ class TreeRunner(CPUModelRunner):
             trees = dict(zip(known.request_ids, self._postpone(known), strict=True))
         self._trees.update(trees)
         if self._pace is not None:
-            self._pace.end_step()
+            self._pace.end_step(known.request_ids)
         return [trees[request].nodes for request in known.request_ids]
 
     def _draft(self, step: Step, known: Known) -> list[DraftTree]:
