@@ -20,8 +20,16 @@ from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 TESTED = ("0.32.0",)
 """Releases of vLLM every hook was run against."""
 
-ARCHITECTURES = frozenset({"LlamaForCausalLM"})
-"""Targets run against plain vLLM. Trees need full causal attention, and an LM head that reads the hidden state."""
+ARCHITECTURES = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+"""Targets run against plain vLLM. Trees need causal attention, windowed or not, and an LM head that reads the hidden state."""
 
 
 def is_ours(spec: SpeculativeConfig | None) -> bool:
@@ -82,12 +90,8 @@ def _check_engine(config: VllmConfig) -> None:
 
 def _check_target(config: VllmConfig) -> None:
     model = config.model_config
-    names = list(model.architectures or [])
-    if not set(names) & ARCHITECTURES:
-        raise EagleError(f"target {model.model} is {', '.join(names)}; supported: {', '.join(sorted(ARCHITECTURES))}")
-    window = getattr(model.hf_text_config, "sliding_window", None)
-    if window is not None and getattr(model.hf_text_config, "use_sliding_window", True):
-        raise EagleError(f"target {model.model} attends through a sliding window of {window}, which trees do not support")
+    if model.architecture not in ARCHITECTURES:  # as vLLM will run it, whatever else its config names
+        raise EagleError(f"target {model.model} is {model.architecture}; supported: {', '.join(sorted(ARCHITECTURES))}")
     if model.quantization is not None:
         raise EagleError(f"target {model.model} is quantized ({model.quantization}), which was not tested with trees")
 

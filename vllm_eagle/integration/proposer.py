@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from pathlib import Path
@@ -60,7 +61,7 @@ class TreeProposer:
             candidates = self._candidates(target, self.head)
             use_packed_linears(self.head)
             self.layers = self._attention_layers(self.head)
-            drafter: Drafter | None = HeadDrafter(self.head, target.embed_input_ids, candidates, self.growth)
+            drafter: Drafter | None = HeadDrafter(self.head, target.model.embed_tokens, candidates, self.growth)
         else:
             drafter = None
         if self.options.drafter != HEAD_DRAFTER:
@@ -106,6 +107,8 @@ class TreeProposer:
         """Make the head's layers known to vLLM: they get K/V blocks in the same tables as the target's."""
         c, parallel = head.config, self.config.parallel_config
         first = self.config.model_config.get_num_layers(parallel)
+        cache_config = copy.copy(self.config.cache_config)
+        cache_config.sliding_window = None  # the target's, where all its layers have one
         with set_current_vllm_config(self.config), set_default_torch_dtype(self.config.model_config.dtype):
             return [
                 Attention(
@@ -113,7 +116,7 @@ class TreeProposer:
                     c.head_dim,
                     c.head_dim**-0.5,
                     c.num_kv_heads,
-                    cache_config=self.config.cache_config,
+                    cache_config=cache_config,
                     prefix=f"eagle_head.layers.{first + i}.self_attn.attn",
                 )
                 for i in range(c.num_layers)

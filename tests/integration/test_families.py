@@ -1,0 +1,139 @@
+"""Target families: trees on tiny random models of each architecture write what plain decoding of the same engine writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from vllm import LLM, SamplingParams
+
+from tests.integration.harness import counters, drafting, engine, generate, greedy, prompts, runner_of, since
+from vllm_eagle import speculate
+from vllm_eagle.heads import load_head
+from vllm_eagle.integration.checks import ARCHITECTURES
+from vllm_eagle.testing import CheckedDrafter, Half, Oracle, tiny_head, write_target
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": False,
+}
+HEAD_SIZE = {"head_dim": 32}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {"sliding_window": None, **HEAD_SIZE}),
+    "mistral-window": ("Mistral", {"sliding_window": 20, **HEAD_SIZE}),
+    "mistral-narrow": ("Mistral", {"sliding_window": 3, **HEAD_SIZE}),  # less than a tree is deep
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {**HEAD_SIZE, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {}),
+}
+LENGTHS = [5, 120, 33, 90, 64, 7]
+TOKENS = 24
+ASKED = prompts(LENGTHS)
+GREEDY = [greedy(TOKENS)] * len(ASKED)
+SEEDED = [SamplingParams(temperature=0.9, seed=r, max_tokens=TOKENS, ignore_eos=True) for r in range(len(ASKED))]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Plain decoding and trees on one target, with what plain decoding writes."""
+
+    base: LLM
+    tree: LLM
+    head: str
+    greedy: list[list[int]]
+    seeded: list[list[int]]
+
+
+def write_family(name: str, folder: Path) -> str:
+    """Write a random target of a family; a small embedding leaves the last token a say among others, not the last word."""
+    kind, changes = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+    tied = config.tie_word_embeddings
+    return write_target(config, folder, embedding=0.2 if tied else 1.0)
+
+
+def start(target: str, head: str) -> Pair:
+    """Start both engines: the trees' one reads prompts in chunks, beside trees, and caches prefixes."""
+    base = engine(target, max_num_seqs=6)
+    trees = speculate(head, tree_size=40, tree_depth=5, tree_top_k=8)
+    tree = engine(target, max_num_seqs=6, max_num_batched_tokens=160, enable_prefix_caching=True, **trees)
+    return Pair(base, tree, head, generate(base, ASKED, GREEDY), generate(base, ASKED, SEEDED))
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def pair(full_precision: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp(request.param)
+    return start(write_family(request.param, folder / "target"), tiny_head(folder / "head", hidden=SIZES["hidden_size"]))
+
+
+def check(pair: Pair, wants: list[list[int]], params: list[SamplingParams], shape: dict[str, Any], least: float) -> None:
+    """Compare with plain decoding, `least` tokens accepted per step."""
+    texts = [prompt + out for prompt, out in zip(ASKED, wants, strict=True)]
+    growth = runner_of(pair.tree).drafter.growth
+    before = counters(pair.tree)
+    kind = Half if "right_depth" in shape else Oracle
+    with drafting(pair.tree, kind(runner_of(pair.tree).drafter.drafter, growth, texts=texts, **shape)):
+        assert generate(pair.tree, ASKED, params) == wants
+    seen = since(before, counters(pair.tree))
+    assert seen["accepted_tokens"] >= least * seen["drafts"] > 0
+
+
+SHAPES = [
+    pytest.param({"depth": 1, "width": 2, "sibling": 1}, 0.9, id="level", marks=pytest.mark.slow),
+    pytest.param({"depth": 5, "width": 1, "sibling": 0}, 3.5, id="chain", marks=pytest.mark.slow),
+    pytest.param({"depth": 4, "width": 3, "sibling": 2, "right_depth": [4, 2, 0, 3]}, 1.0, id="half"),
+    pytest.param({"depth": 5, "width": 7, "sibling": 3}, 3.5, id="wide"),
+]
+
+
+@pytest.mark.parametrize(("shape", "least"), SHAPES)
+def test_trees_write_what_plain_decoding_writes(pair: Pair, shape: dict[str, Any], least: float) -> None:
+    """Catches a position, a mask, a norm or a K/V slot of this family that is another one in a tree (scenarios 1, 2, 7, 9)."""
+    assert pair.tree.reset_prefix_cache()
+    check(pair, pair.greedy, GREEDY, shape, least)
+    check(pair, pair.seeded, SEEDED, shape, least)  # on top of cached prompts
+
+
+def test_the_text_hangs_on_the_context(pair: Pair) -> None:
+    """Catches a random target that repeats itself whatever it attends to: it would prove nothing."""
+    assert min(len(set(out)) for out in pair.greedy) > TOKENS / 4
+    others = generate(pair.base, [[*reversed(prompt[:-1]), prompt[-1]] for prompt in ASKED], GREEDY)
+    assert all(one != other for one, other in zip(others, pair.greedy, strict=True))
+
+
+def test_a_neighbour_changes_nothing(pair: Pair) -> None:
+    """Catches a target whose ids hang on the batch, plain or with trees: nothing else could be compared."""
+    for llm in (pair.base, pair.tree):
+        assert generate(llm, ASKED[2:3], GREEDY[:1]) == pair.greedy[2:3]
+        assert generate(llm, ASKED[5:], SEEDED[5:]) == pair.seeded[5:]
+
+
+def test_the_head_reads_what_training_reads(pair: Pair) -> None:
+    """Catches a head that attends through its target's window, or is handed a scaled embedding (scenarios 15 and 99)."""
+    runner, plain = runner_of(pair.tree), load_head(pair.head)
+    table = runner.get_model().model.embed_tokens.weight.detach()[: SIZES["vocab_size"]]
+    checked = CheckedDrafter(runner.drafter.drafter, plain, lambda tokens: table[tokens], runner.model.compute_logits)
+    assert pair.tree.reset_prefix_cache()  # what is cached is not shown to the drafter again
+    with torch.inference_mode(), drafting(pair.tree, checked):
+        assert generate(pair.tree, ASKED[:4], greedy(6)) == [out[:6] for out in pair.greedy[:4]]
+    assert set(checked.checked) == set(range(5))
+    assert max(checked.worst.values()) < 2e-3, checked.worst
+
+
+def test_every_architecture_was_run() -> None:
+    """Catches an architecture accepted that no test has seen."""
+    assert {f"{kind}ForCausalLM" for kind, _ in FAMILIES.values()} | {"LlamaForCausalLM"} == ARCHITECTURES
