@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from vllm import LLM, SamplingParams
+from vllm.distributed import parallel_state
 
 from tests.integration.harness import counters, drafting, engine, generate, greedy, prompts, runner_of, since
 from vllm_eagle import speculate
@@ -32,6 +33,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 HEAD_SIZE = {"head_dim": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None, **HEAD_SIZE}),
     "mistral-window": ("Mistral", {"sliding_window": 20, **HEAD_SIZE}),
@@ -39,6 +41,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {**HEAD_SIZE, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **HEAD_SIZE}),
+    "qwen2-moe": ("Qwen2Moe", {"shared_expert_intermediate_size": 64, **EXPERTS}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, **HEAD_SIZE}),
 }
 LENGTHS = [5, 120, 33, 90, 64, 7]
 TOKENS = 24
@@ -58,6 +63,12 @@ class Pair:
     seeded: list[list[int]]
 
 
+def let_experts_in() -> None:
+    """Make vLLM's group of experts where an earlier engine of this process, without experts, made all groups but that."""
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state._EP = parallel_state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
+
+
 def write_family(name: str, folder: Path) -> str:
     """Write a random target of a family; a small embedding leaves the last token a say among others, not the last word."""
     kind, changes = FAMILIES[name]
@@ -68,6 +79,7 @@ def write_family(name: str, folder: Path) -> str:
 
 def start(target: str, head: str) -> Pair:
     """Start both engines: the trees' one reads prompts in chunks, beside trees, and caches prefixes."""
+    let_experts_in()
     base = engine(target, max_num_seqs=6)
     trees = speculate(head, tree_size=40, tree_depth=5, tree_top_k=8)
     tree = engine(target, max_num_seqs=6, max_num_batched_tokens=160, enable_prefix_caching=True, **trees)

@@ -24,9 +24,12 @@ ARCHITECTURES = frozenset(
     {
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     }
 )
 """Targets run against plain vLLM. Trees need causal attention, windowed or not, and an LM head that reads the hidden state."""
