@@ -22,6 +22,8 @@ TESTED = ("0.32.0",)
 
 ARCHITECTURES = frozenset(
     {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",

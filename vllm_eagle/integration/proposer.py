@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -127,11 +129,14 @@ class TreeProposer:
             product, norm = eight_bit_linear(head.lm_head.weight.detach()), head.norm
             del head.lm_head  # the product holds it
             return DraftVocabulary(lambda features: product(norm(features)), head.vocabulary)
-        file = self.options.vocabulary_file()
-        if file is None:
+        file, size = self.options.vocabulary_file(), self.config.model_config.get_vocab_size()
+        table = getattr(target, "lm_head", target.model.embed_tokens).weight  # Gemma-2 ties the two by having one
+        if file is not None:
+            tokens = read_vocabulary(Path(file), size)
+            return DraftVocabulary(eight_bit_linear(table[tokens]), tokens)
+        if target.logits_processor.soft_cap is None:
             return DraftVocabulary(target.compute_logits)
-        tokens = read_vocabulary(Path(file), self.config.model_config.get_vocab_size())
-        return DraftVocabulary(eight_bit_linear(target.lm_head.weight[tokens]), tokens)
+        return DraftVocabulary(partial(functional.linear, weight=table[:size]))  # a head learns the capped logits themselves
 
 
 def _load_class(path: str) -> Any:
