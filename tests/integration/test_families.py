@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,21 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
     for token, parent in zip(tree.nodes, tree.parents[1:].tolist(), strict=True):
         found.append((*found[parent], token))
     return set(found[1:])
+
+
+def test_73_weights_are_shared(pair: Pair) -> None:
+    """Catches a second embedding or LM head in memory, or one that is not the target's (scenario 73)."""
+    model, drafter = runner_of(pair.tree).model, runner_of(pair.tree).drafter.drafter
+    table = model.model.embed_tokens.weight
+    assert drafter.embed is model.model.embed_tokens
+    assert all(weight.shape != table.shape for weight in drafter.head.state_dict().values())
+    assert drafter.candidates.tokens is None
+    if isinstance(drafter.candidates.logits, partial):  # Gemma-2's, without the cap
+        assert drafter.candidates.logits.keywords["weight"].data_ptr() == table.data_ptr()
+    else:
+        assert drafter.candidates.logits == model.compute_logits
+    if runner_of(pair.tree).model_config.hf_config.tie_word_embeddings and hasattr(model, "lm_head"):
+        assert model.lm_head.weight.data_ptr() == table.data_ptr()
 
 
 def test_every_architecture_was_run() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
@@ -97,8 +98,26 @@ def _check_target(config: VllmConfig) -> None:
     model = config.model_config
     if model.architecture not in ARCHITECTURES:  # as vLLM will run it, whatever else its config names
         raise EagleError(f"target {model.model} is {model.architecture}; supported: {', '.join(sorted(ARCHITECTURES))}")
+    if model.runner_type != "generate":
+        raise EagleError(f"trees write text; --runner {model.runner_type} is not supported together with --speculative-model")
     if model.quantization is not None:
-        raise EagleError(f"target {model.model} is quantized ({model.quantization}), which was not tested with trees")
+        _check_quantization(model)
+
+
+def _check_quantization(model: Any) -> None:
+    """Let through what was run: 8-bit weights and activations of compressed-tensors, all else in float32."""
+    scheme = getattr(model.hf_config, "quantization_config", None) or {}
+    groups = [(g.get("weights"), g.get("input_activations")) for g in scheme.get("config_groups", {}).values()]
+    eight_bit = all(part and (part.get("type"), part.get("num_bits")) == ("int", 8) for group in groups for part in group)
+    if model.quantization != "compressed-tensors" or not groups or not eight_bit or "lm_head" not in scheme.get("ignore", ()):
+        raise EagleError(
+            f"target {model.model} is quantized ({model.quantization}); supported: compressed-tensors with weights and"
+            f" activations in 8 bits (W8A8) and an lm_head left as it was"
+        )
+    if model.dtype != torch.float32:
+        raise EagleError(
+            f"target {model.model} is quantized: trees are exact in float32 alone, not in {model.dtype}; use --dtype float32"
+        )
 
 
 def _check_sizes(config: VllmConfig, options: Options) -> None:
