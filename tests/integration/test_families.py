@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,18 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 
-from tests.integration.harness import counters, drafting, engine, generate, greedy, prompts, runner_of, since, watching
+from tests.integration.harness import (
+    counters,
+    drafting,
+    engine,
+    generate,
+    greedy,
+    preemptions,
+    prompts,
+    runner_of,
+    since,
+    watching,
+)
 from vllm_eagle import speculate
 from vllm_eagle.heads import load_head
 from vllm_eagle.integration.checks import ARCHITECTURES
@@ -199,6 +211,27 @@ def test_73_weights_are_shared(pair: Pair) -> None:
         assert drafter.candidates.logits == model.compute_logits
     if runner_of(pair.tree).model_config.hf_config.tie_word_embeddings and hasattr(model, "lm_head"):
         assert model.lm_head.weight.data_ptr() == table.data_ptr()
+
+
+@pytest.mark.slow
+def test_windows_where_blocks_are_short(tmp_path: Path) -> None:
+    """Catches a row that reads blocks its window has left, others' meanwhile, and slots of another group (scenario 30)."""
+    target = write_family("gemma2", tmp_path / "target")
+    head, words = write_head(tmp_path / "head", Ends.load(Path(target)).embedding), tmp_path / "words.json"
+    words.write_text(json.dumps(list(range(2, 200))))
+    asked = prompts([60, 58, 61, 57, 62, 59])  # each grows into another block
+    wants = generate(engine(target, max_num_seqs=6), asked, GREEDY)
+    trees = speculate(head, tree_size=20, tree_depth=4, tree_top_k=4, draft_vocab=str(words))
+    pool = {"num_gpu_blocks_override": 21, "max_model_len": 160, "enable_prefix_caching": True}
+    tree = engine(target, max_num_seqs=6, **pool, **trees)
+    usual, texts = runner_of(tree).drafter.drafter, [prompt + out for prompt, out in zip(asked, wants, strict=True)]
+    shape: dict[str, Any] = {"texts": texts, "depth": 4, "width": 3, "sibling": 2, "right_depth": [4, 2, 0, 3]}
+    with drafting(tree, Half(usual, usual.growth, **shape)):
+        for _ in range(2):
+            assert generate(tree, asked, GREEDY) == wants
+    assert preemptions(tree) > 0
+    assert generate(tree, asked, GREEDY) == wants  # the head's own drafts, from its list of words
+    assert counters(tree)["accepted_tokens"] > 60
 
 
 def test_every_architecture_was_run() -> None:
