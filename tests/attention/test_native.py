@@ -21,6 +21,17 @@ def random_tree(nodes: int, generator: torch.Generator) -> DraftTree:
 @pytest.mark.parametrize("block", [32, 128])
 def test_equals_reference(dtype: torch.dtype, heads: int, kv_heads: int, size: int, block: int) -> None:
     """Catches a wrong page, a wrong tail of the last block, a wrong ancestor, rows of another request's tree."""
+    compare(dtype, heads, kv_heads, size, block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 1.5), (1, 0.0), (3, 0.0), (33, 0.0), (70, 0.4), (5000, 50.0)])
+def test_windows_and_caps_equal_reference(dtype: torch.dtype, window: int, soft_cap: float) -> None:
+    """Catches a window counted from the root instead of the row, or from the wrong end; and scores capped twice or unscaled."""
+    compare(dtype, 6, 2, 64, 32, window=window, soft_cap=soft_cap)
+
+
+def compare(dtype: torch.dtype, heads: int, kv_heads: int, size: int, block: int, **scoring: float) -> None:
     generator = torch.Generator().manual_seed(heads * size + block)
     contexts, nodes, gap = [0, 1, block - 1, block, block + 1, 3 * block + 7], [3, 1, 63, 0, 25, 60], 5
     trees = [random_tree(n, generator) for n in nodes]
@@ -34,8 +45,8 @@ def test_equals_reference(dtype: torch.dtype, heads: int, kv_heads: int, size: i
     query, key, value = (torch.randn(total, h, size, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads))
     rows = TreeRows.of_trees(trees, torch.tensor(starts, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32), table)
     want, got = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
-    ReferenceTreeAttention(VEC_LAYOUT)(query, key, value, cache, rows, size**-0.5, want)
-    NativeTreeAttention()(query, key, value, cache, rows, size**-0.5, got)
+    ReferenceTreeAttention(VEC_LAYOUT)(query, key, value, cache, rows, size**-0.5, want, **scoring)
+    NativeTreeAttention()(query, key, value, cache, rows, size**-0.5, got, **scoring)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     untouched = torch.ones(total, dtype=torch.bool)
@@ -61,6 +72,35 @@ def test_masked_garbage_does_not_leak() -> None:
     all_keys, all_values = torch.cat((keys, key))[:, 0], torch.cat((values, value))[:, 0]
     want = (query[:, 0] @ all_keys.T * 0.2).softmax(-1) @ all_values
     torch.testing.assert_close(got[:, 0], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 20, 60])
+def test_a_window_is_what_it_says(window: int) -> None:
+    """Catches reference and kernel wrong in the same way, and a read of blocks the engine has taken back."""
+    generator = torch.Generator().manual_seed(window)
+    context, size, block = 75, 32, 32
+    tree = DraftTree.build([1, 2, 3, 4, 5, 6], [-1, 0, 0, 2, 3, 1])
+    keys, values = torch.randn(context, size, generator=generator), torch.randn(context, size, generator=generator)
+    cache = torch.zeros(3, 1, block, 2 * size)
+    pages = cache.view(3, 2, -1)
+    for at in range(context):
+        pages[at // block, 0].view(size, block)[:, at % block] = keys[at]
+        pages[at // block, 1].view(block, size)[at % block] = values[at]
+    for taken_back in range(max(0, context + 1 - window) // block):
+        cache[taken_back] = float("nan")
+    query, key, value = (torch.randn(6, 1, size, generator=generator) for _ in range(3))
+    place = torch.tensor([0], dtype=torch.int32)
+    rows = TreeRows.of_trees([tree], place, torch.tensor([context], dtype=torch.int32), torch.arange(3).int()[None])
+    for attend in (NativeTreeAttention(), ReferenceTreeAttention(VEC_LAYOUT)):
+        got = torch.empty_like(query)
+        attend(query, key, value, cache, rows, 0.3, got, window=window)
+        for row in range(6):
+            path = [row]
+            while path[0]:
+                path.insert(0, int(tree.parents[path[0]]))
+            seen = torch.cat((keys, key[path, 0]))[-window:], torch.cat((values, value[path, 0]))[-window:]
+            want = (query[row, 0] @ seen[0].T * 0.3).softmax(-1) @ seen[1]
+            torch.testing.assert_close(got[row, 0], want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("nodes", [0, 3, 16, 60])

@@ -102,7 +102,7 @@ CONNECTOR = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     ],
 )
 def test_engine_options_that_do_not_go_with_trees(target: str, head: str, options: dict[str, Any], message: str) -> None:
-    """Catches an unsupported feature that would give wrong text or a crash later (scenarios 28 and 75)."""
+    """Catches an unsupported feature that would give wrong text or a crash later (scenarios 28, 61, 62 and 75)."""
     with pytest.raises(EagleError, match=message):
         configure(target, **speculate(head), **options)
 
@@ -123,6 +123,54 @@ def test_72_another_architecture(head: str, tmp_path: Path, kind: str) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(EagleError, match=rf"is {NAMES[kind]}; supported: .*LlamaForCausalLM"):
         LLM(str(tmp_path), dtype="float32", max_model_len=128, skip_tokenizer_init=True, **speculate(head))
+
+
+TEXT = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "image_size": 28}
+MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "q_lora_rank": None}
+ENCODER = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 512}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2}),  # recurrent
+    "jamba": ("JambaForCausalLM", TEXT),  # hybrid
+    "deepseek_v2": ("DeepseekV2ForCausalLM", TEXT | MLA),
+    "whisper": ("WhisperForConditionalGeneration", ENCODER),
+}
+
+
+def of_kind(folder: Path, kind: str, name: str, shape: dict[str, Any]) -> str:
+    """Write a configuration without weights."""
+    AutoConfig.for_model(kind, architectures=[name], **shape).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", list(OTHERS))
+def test_72_other_kinds_of_targets(head: str, tmp_path: Path, kind: str) -> None:
+    """Catches a state that cannot be rolled back, a latent cache or an encoder met in the first step (scenario 72)."""
+    folder = of_kind(tmp_path, kind, *OTHERS[kind])
+    with pytest.raises(EagleError, match=rf"is {OTHERS[kind][0]}; supported: Gemma2ForCausalLM, .*Qwen3MoeForCausalLM"):
+        configure(folder, skip_tokenizer_init=True, **speculate(head))
+
+
+def test_96_multimodal_targets(head: str, tmp_path: Path) -> None:
+    """Catches a multimodal target let in by the text model inside it (scenario 96).
+
+    Without torchvision vLLM itself cannot read such an architecture and says so; it is named and refused either way.
+    """
+    vision = {"model_type": "clip_vision_model", "patch_size": 14, **SMALL}
+    text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT}
+    folder = of_kind(tmp_path, "llava", "LlavaForConditionalGeneration", {"text_config": text, "vision_config": vision})
+    with pytest.raises(ValueError, match=r"is LlavaForConditionalGeneration; supported: |failed to be inspected"):
+        configure(folder, skip_tokenizer_init=True, **speculate(head))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"model_impl": "transformers"}, "is TransformersForCausalLM; supported: "), ({"runner": "pooling"}, "--runner pooling")],
+)
+def test_the_target_is_what_vllm_makes_of_it(target: str, head: str, options: dict[str, Any], message: str) -> None:
+    """Catches a supported name in a configuration that vLLM runs as another model (scenario 72)."""
+    with pytest.raises(EagleError, match=message):
+        configure(target, **speculate(head), **options)
 
 
 def test_targets_without_support(target: str, head: str, tmp_path: Path) -> None:

@@ -61,8 +61,24 @@ inline vec exp_vec(vec x) {
   vec power; std::memcpy(&power, &scale, sizeof power);
   return low != 0.0f ? vec{} : p * power;
 }
+// tanh(x): an odd polynomial near 0, where 1 - exp would lose digits; relative error 5e-7.
+inline vec tanh_vec(vec x) {
+  const vec size = x < 0.0f ? -x : x;
+  const vec t = exp_vec(-2.0f * size), far = (1.0f - t) / (1.0f + t), square = x * x;
+  vec near = square * 2.1869488e-2f - 5.3968254e-2f;
+  near = near * square + 1.3333333e-1f;
+  near = near * square - 3.3333333e-1f;
+  near = near * square * x + x;
+  return size < 0.25f ? near : (x < 0.0f ? -far : far);
+}
 inline float sum(vec v) { float s = 0; for (int i = 0; i < LANES; ++i) s += v[i]; return s; }
 inline float top(vec v) { float m = v[0]; for (int i = 1; i < LANES; ++i) m = std::max(m, v[i]); return m; }
+
+// What a layer does to scores beyond their scale; 0 is none.
+struct Scoring {
+  int64_t window; // a row sees the last `window` positions, its own among them
+  float cap;      // scores become cap * tanh(score / cap)
+};
 
 struct Softmax { float peak, total; }; // running maximum and sum of one query
 
@@ -80,6 +96,16 @@ void scores_of_block(const float* q, int size, const E* key, int block, int used
     }
     for (int i = 0; i < T; ++i) std::memcpy(out + i * block + at, acc[i], sizeof acc[i]);
   }
+}
+
+// Cap scores [T][block].
+template <int T>
+void cap_scores(float cap, float* scores, int block, int used) {
+  for (int i = 0; i < T; ++i)
+    for (int j = 0; j < used; j += LANES) {
+      const vec v = cap * tanh_vec(load(scores + i * block + j) * (1.0f / cap));
+      std::memcpy(scores + i * block + j, &v, sizeof v);
+    }
 }
 
 // Turn scores [T][block] into weights in place and fold their maximum and sum into the running softmax.
@@ -123,10 +149,15 @@ void add_values(const float* weights, int stride, const E* value, int size, int 
     for (int w = 0; w < W; ++w) std::memcpy(acc + i * size + w * LANES, &sums[i][w], sizeof sums[i][w]);
 }
 
-// Attend from T queries to one block.
+// Attend from T queries to one block that begins at position `begin`; query i sees positions from first_seen[i] on.
 template <int T, typename E>
-void attend(const float* q, Softmax* soft, float* acc, const E* page, int size, int block, int used, float* scores) {
+void attend(const float* q, Softmax* soft, float* acc, const E* page, int size, int block, int used, int64_t begin,
+            const int64_t* first_seen, float cap, float* scores) {
   scores_of_block<T>(q, size, page, block, used, scores);
+  if (cap > 0) cap_scores<T>(cap, scores, block, used);
+  for (int i = 0; i < T; ++i)
+    for (int j = 0; j < std::min<int64_t>(used, first_seen[i] - begin); ++j)
+      scores[i * block + j] = -std::numeric_limits<float>::infinity();
   weigh<T>(soft, scores, acc, size, block, used);
   const E* value = page + (int64_t)block * size;
   int at = 0;
@@ -134,15 +165,18 @@ void attend(const float* q, Softmax* soft, float* acc, const E* page, int size, 
   for (; at < size; at += LANES) add_values<T, 1>(scores, block, value + at, size, used, acc + at);
 }
 
-// Fold the row's ancestors, one key and value each, into a query.
+// Fold the row's ancestors, one key and value each, into a query; bits stand in order of depth.
 template <typename E>
 void add_ancestors(Softmax& soft, const float* q, float* acc, uint64_t word, const E* key, const E* value,
-                   int64_t key_stride, int64_t value_stride, int size) {
+                   int64_t key_stride, int64_t value_stride, int size, Scoring scoring) {
+  if (scoring.window > 0)
+    for (int64_t extra = __builtin_popcountll(word) - scoring.window; extra > 0; --extra) word &= word - 1;
   for (; word; word &= word - 1) {
     const int j = __builtin_ctzll(word);
     vec dot = {};
     for (int d = 0; d < size; d += LANES) dot += load(q + d) * load(key + j * key_stride + d);
-    const float score = sum(dot), peak = std::max(soft.peak, score);
+    const float raw = sum(dot), score = scoring.cap > 0 ? scoring.cap * std::tanh(raw / scoring.cap) : raw;
+    const float peak = std::max(soft.peak, score);
     const float shrink = std::exp(soft.peak - peak), weight = std::exp(score - peak);
     soft = {peak, soft.total * shrink + weight};
     for (int d = 0; d < size; d += LANES) {
@@ -157,7 +191,7 @@ void run(const E* query, const E* tree_key, const E* tree_value, const E* cache,
          const int32_t* num_rows, const int32_t* first_word, const int32_t* key_start, const int32_t* context_len,
          const int32_t* block_table, const int64_t* words, int64_t trees, int64_t table_stride, int64_t heads,
          int64_t kv_heads, int64_t size, int64_t block, int64_t query_stride, int64_t key_stride, int64_t value_stride,
-         int64_t output_stride, float scale) {
+         int64_t output_stride, float scale, Scoring scoring) {
   const int64_t group = heads / kv_heads;
   int64_t queries = 0;
   for (int64_t r = 0; r < trees; ++r) queries += num_rows[r] * heads;
@@ -174,6 +208,7 @@ void run(const E* query, const E* tree_key, const E* tree_value, const E* cache,
   {
     std::vector<float> q(span * size), acc(span * size), scores(TILE * block);
     std::vector<Softmax> soft(span);
+    std::vector<int64_t> first_seen(span); // of the context, by query
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < (int64_t)tasks.size(); ++t) {
       const int64_t r = tasks[t].tree, g = tasks[t].head, first = tasks[t].first;
@@ -181,6 +216,16 @@ void run(const E* query, const E* tree_key, const E* tree_value, const E* cache,
       std::fill(q.begin(), q.end(), 0.0f);
       std::fill(acc.begin(), acc.end(), 0.0f);
       std::fill(soft.begin(), soft.end(), Softmax{-1e30f, 0.0f});
+      std::fill(first_seen.begin(), first_seen.end(), 0);
+      int64_t from_block = 0;
+      if (scoring.window > 0) {
+        for (int i = 0; i < count; ++i) { // a row stands behind the context and its ancestors
+          const int depth = __builtin_popcountll((uint64_t)words[first_word[r] + (first + i) / group]) - 1;
+          first_seen[i] = std::max<int64_t>(0, context_len[r] + depth + 1 - scoring.window);
+        }
+        // blocks before the window may be another request's by now
+        from_block = *std::min_element(first_seen.begin(), first_seen.begin() + count) / block * block;
+      }
       for (int i = 0; i < count; ++i) { // query i of the task: row (first + i) / group, head g * group + (first + i) % group
         const E* from = query + (query_start[r] + (first + i) / group) * query_stride + (g * group + (first + i) % group) * size;
         for (int d = 0; d < size; d += LANES) {
@@ -188,13 +233,15 @@ void run(const E* query, const E* tree_key, const E* tree_value, const E* cache,
           std::memcpy(&q[i * size + d], &v, sizeof v);
         }
       }
-      for (int64_t at = 0; at < context_len[r]; at += block) {
+      for (int64_t at = from_block; at < context_len[r]; at += block) {
         const int used = (int)std::min<int64_t>(block, context_len[r] - at);
         const E* page = cache + (block_table[r * table_stride + at / block] * kv_heads + g) * block * 2 * size;
         for (int i = 0; i < count; i += TILE) {
           float *mine = &q[i * size], *into = &acc[i * size];
-          if (count - i > TILE / 2) attend<TILE>(mine, &soft[i], into, page, (int)size, (int)block, used, scores.data());
-          else attend<TILE / 2>(mine, &soft[i], into, page, (int)size, (int)block, used, scores.data());
+          if (count - i > TILE / 2)
+            attend<TILE>(mine, &soft[i], into, page, (int)size, (int)block, used, at, &first_seen[i], scoring.cap, scores.data());
+          else
+            attend<TILE / 2>(mine, &soft[i], into, page, (int)size, (int)block, used, at, &first_seen[i], scoring.cap, scores.data());
         }
       }
       for (int i = 0; i < count; ++i) {
@@ -202,7 +249,7 @@ void run(const E* query, const E* tree_key, const E* tree_value, const E* cache,
         float* mine = &acc[i * size];
         add_ancestors(soft[i], &q[i * size], mine, (uint64_t)words[first_word[r] + row],
                       tree_key + key_start[r] * key_stride + g * size, tree_value + key_start[r] * value_stride + g * size,
-                      key_stride, value_stride, (int)size);
+                      key_stride, value_stride, (int)size, scoring);
         const float inverse = 1.0f / soft[i].total;
         for (int d = 0; d < size; ++d) mine[d] *= inverse;
         store(output + (query_start[r] + row) * output_stride + head * size, mine, (int)size);
@@ -218,9 +265,9 @@ void run(const E* query, const E* tree_key, const E* tree_value, const E* cache,
                        const int32_t* n, const int32_t* fw, const int32_t* ks, const int32_t* ctx, const int32_t* bt, \
                        const int64_t* words, int64_t trees, int64_t table_stride, int64_t heads, int64_t kv_heads,     \
                        int64_t size, int64_t block, int64_t q_stride, int64_t k_stride, int64_t v_stride,              \
-                       int64_t o_stride, float scale) {                                                                \
+                       int64_t o_stride, float scale, int64_t window, float cap) {                                     \
     run((const E*)q, (const E*)tk, (const E*)tv, (const E*)cache, (E*)out, qs, n, fw, ks, ctx, bt, words, trees,       \
-        table_stride, heads, kv_heads, size, block, q_stride, k_stride, v_stride, o_stride, scale);                    \
+        table_stride, heads, kv_heads, size, block, q_stride, k_stride, v_stride, o_stride, scale, {window, cap});     \
   }
 TREE_ATTENTION(tree_attention_float32, float)
 TREE_ATTENTION(tree_attention_bfloat16, bf16)

@@ -19,7 +19,7 @@ from vllm_eagle.tree.rows import TreeRows
 _SOURCE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
 _ENTRY = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_ARGUMENTS = [ctypes.c_void_p] * 12 + [ctypes.c_int64] * 10 + [ctypes.c_float]
+_ARGUMENTS = [ctypes.c_void_p] * 12 + [ctypes.c_int64] * 10 + [ctypes.c_float, ctypes.c_int64, ctypes.c_float]
 
 
 class NativeTreeAttention:
@@ -35,7 +35,17 @@ class NativeTreeAttention:
             self._kernels[dtype] = kernel
 
     def __call__(
-        self, query: Tensor, tree_key: Tensor, tree_value: Tensor, cache: Tensor, rows: TreeRows, scale: float, output: Tensor
+        self,
+        query: Tensor,
+        tree_key: Tensor,
+        tree_value: Tensor,
+        cache: Tensor,
+        rows: TreeRows,
+        scale: float,
+        output: Tensor,
+        *,
+        window: int = 0,
+        soft_cap: float = 0.0,
     ) -> None:
         """See `TreeAttention`."""
         dense = (query.stride()[1:], tree_key.stride()[1:], tree_value.stride()[1:], output.stride()[1:])
@@ -52,6 +62,8 @@ class NativeTreeAttention:
             cache.shape[2],
             *(x.stride(0) for x in (query, tree_key, tree_value, output)),
             scale,
+            window,
+            soft_cap,
         )
 
 

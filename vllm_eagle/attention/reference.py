@@ -16,7 +16,17 @@ class ReferenceTreeAttention:
         self.layout = layout
 
     def __call__(
-        self, query: Tensor, tree_key: Tensor, tree_value: Tensor, cache: Tensor, rows: TreeRows, scale: float, output: Tensor
+        self,
+        query: Tensor,
+        tree_key: Tensor,
+        tree_value: Tensor,
+        cache: Tensor,
+        rows: TreeRows,
+        scale: float,
+        output: Tensor,
+        *,
+        window: int = 0,
+        soft_cap: float = 0.0,
     ) -> None:
         """See `TreeAttention`."""
         block = cache.shape[2]
@@ -30,12 +40,27 @@ class ReferenceTreeAttention:
             key = torch.cat((past_key, tree_key[first : first + keys]))  # [S, G, K]
             value = torch.cat((past_value, tree_value[first : first + keys]))
             mask = torch.cat((torch.ones(count, context, dtype=torch.bool), seen), dim=1)  # [count, S]
-            output[start : start + count] = _attend(query[start : start + count], key, value, mask, group, scale)
+            if window:
+                mask &= _within(seen, context, window)
+                value = torch.where(mask.any(0)[:, None, None], value, 0.0)  # such blocks may hold anything by now
+            output[start : start + count] = _attend(query[start : start + count], key, value, mask, group, scale, soft_cap)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, group: int, scale: float) -> Tensor:
+def _within(seen: Tensor, context: int, window: int) -> Tensor:
+    """Mask the keys [count, context + keys] whose positions lie within the window of each row, given its ancestors.
+
+    A row stands behind the context and its ancestors, themselves in order of depth.
+    """
+    places = torch.cat((torch.arange(context).expand(len(seen), -1), context - 1 + seen.cumsum(1)), dim=1)
+    own = context - 1 + seen.sum(1, keepdim=True)
+    return places > own - window
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, group: int, scale: float, soft_cap: float = 0.0) -> Tensor:
     key, value = (x.float().repeat_interleave(group, dim=1).transpose(0, 1) for x in (key, value))  # [H, S, K]
     scores = query.float().transpose(0, 1) @ key.transpose(1, 2) * scale  # [H, count, S]
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return (weights @ value).transpose(0, 1).to(query.dtype)
 

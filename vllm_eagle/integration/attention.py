@@ -50,7 +50,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             plain = torch.empty_like(output[: len(rows)])
             super().forward(layer, query[rows], key, value, kv_cache, trees.plain, plain, *args, **kwargs)
             output[rows] = plain
-        trees.attention(query, key, value, kv_cache, trees.rows, self.scale, output)
+        window, soft_cap = max(0, self.sliding_window), self.logits_soft_cap
+        trees.attention(query, key, value, kv_cache, trees.rows, self.scale, output, window=window, soft_cap=soft_cap)
         trees.kept[layer.layer_name] = (key[trees.index], value[trees.index])
         return output
 

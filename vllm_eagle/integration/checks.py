@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
@@ -20,8 +21,21 @@ from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 TESTED = ("0.32.0",)
 """Releases of vLLM every hook was run against."""
 
-ARCHITECTURES = frozenset({"LlamaForCausalLM"})
-"""Targets run against plain vLLM. Trees need full causal attention, and an LM head that reads the hidden state."""
+ARCHITECTURES = frozenset(
+    {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Targets run against plain vLLM. Trees need causal attention, windowed or not, and an LM head that reads the hidden state."""
 
 
 def is_ours(spec: SpeculativeConfig | None) -> bool:
@@ -82,14 +96,28 @@ def _check_engine(config: VllmConfig) -> None:
 
 def _check_target(config: VllmConfig) -> None:
     model = config.model_config
-    names = list(model.architectures or [])
-    if not set(names) & ARCHITECTURES:
-        raise EagleError(f"target {model.model} is {', '.join(names)}; supported: {', '.join(sorted(ARCHITECTURES))}")
-    window = getattr(model.hf_text_config, "sliding_window", None)
-    if window is not None and getattr(model.hf_text_config, "use_sliding_window", True):
-        raise EagleError(f"target {model.model} attends through a sliding window of {window}, which trees do not support")
+    if model.architecture not in ARCHITECTURES:  # as vLLM will run it, whatever else its config names
+        raise EagleError(f"target {model.model} is {model.architecture}; supported: {', '.join(sorted(ARCHITECTURES))}")
+    if model.runner_type != "generate":
+        raise EagleError(f"trees write text; --runner {model.runner_type} is not supported together with --speculative-model")
     if model.quantization is not None:
-        raise EagleError(f"target {model.model} is quantized ({model.quantization}), which was not tested with trees")
+        _check_quantization(model)
+
+
+def _check_quantization(model: Any) -> None:
+    """Let through what was run: 8-bit weights and activations of compressed-tensors, all else in float32."""
+    scheme = getattr(model.hf_config, "quantization_config", None) or {}
+    groups = [(g.get("weights"), g.get("input_activations")) for g in scheme.get("config_groups", {}).values()]
+    eight_bit = all(part and (part.get("type"), part.get("num_bits")) == ("int", 8) for group in groups for part in group)
+    if model.quantization != "compressed-tensors" or not groups or not eight_bit or "lm_head" not in scheme.get("ignore", ()):
+        raise EagleError(
+            f"target {model.model} is quantized ({model.quantization}); supported: compressed-tensors with weights and"
+            f" activations in 8 bits (W8A8) and an lm_head left as it was"
+        )
+    if model.dtype != torch.float32:
+        raise EagleError(
+            f"target {model.model} is quantized: trees are exact in float32 alone, not in {model.dtype}; use --dtype float32"
+        )
 
 
 def _check_sizes(config: VllmConfig, options: Options) -> None:

@@ -18,10 +18,13 @@ _MOST_ROWS = 32
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return x [n, in] -> x W^T + b [n, out] for weight [out, in]; the weight is copied into the packed form."""
-    if not ops._supports_onednn:
-        return lambda x: F.linear(x, weight, bias)
-    handler = ops.create_onednn_mm(weight.contiguous().t(), _MOST_ROWS)
-    return lambda x: ops.onednn_mm(handler, x, bias)
+    try:
+        if ops._supports_onednn:
+            handler = ops.create_onednn_mm(weight.contiguous().t(), _MOST_ROWS)
+            return lambda x: ops.onednn_mm(handler, x, bias)
+    except RuntimeError:  # no such product of float16 on CPUs without AVX512-FP16; vLLM's layers fall back in the same way
+        pass
+    return lambda x: F.linear(x, weight, bias)
 
 
 def eight_bit_linear(weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -60,7 +63,7 @@ class TreeProposer:
             candidates = self._candidates(target, self.head)
             use_packed_linears(self.head)
             self.layers = self._attention_layers(self.head)
-            drafter: Drafter | None = HeadDrafter(self.head, target.embed_input_ids, candidates, self.growth)
+            drafter: Drafter | None = HeadDrafter(self.head, target.model.embed_tokens, candidates, self.growth)
         else:
             drafter = None
         if self.options.drafter != HEAD_DRAFTER:
@@ -106,6 +109,8 @@ class TreeProposer:
         """Make the head's layers known to vLLM: they get K/V blocks in the same tables as the target's."""
         c, parallel = head.config, self.config.parallel_config
         first = self.config.model_config.get_num_layers(parallel)
+        cache_config = copy.copy(self.config.cache_config)
+        cache_config.sliding_window = None  # the target's, where all its layers have one
         with set_current_vllm_config(self.config), set_default_torch_dtype(self.config.model_config.dtype):
             return [
                 Attention(
@@ -113,7 +118,7 @@ class TreeProposer:
                     c.head_dim,
                     c.head_dim**-0.5,
                     c.num_kv_heads,
-                    cache_config=self.config.cache_config,
+                    cache_config=cache_config,
                     prefix=f"eagle_head.layers.{first + i}.self_attn.attn",
                 )
                 for i in range(c.num_layers)
@@ -124,11 +129,14 @@ class TreeProposer:
             product, norm = eight_bit_linear(head.lm_head.weight.detach()), head.norm
             del head.lm_head  # the product holds it
             return DraftVocabulary(lambda features: product(norm(features)), head.vocabulary)
-        file = self.options.vocabulary_file()
-        if file is None:
+        file, size = self.options.vocabulary_file(), self.config.model_config.get_vocab_size()
+        table = getattr(target, "lm_head", target.model.embed_tokens).weight  # Gemma-2 ties the two by having one
+        if file is not None:
+            tokens = read_vocabulary(Path(file), size)
+            return DraftVocabulary(eight_bit_linear(table[tokens]), tokens)
+        if target.logits_processor.soft_cap is None:
             return DraftVocabulary(target.compute_logits)
-        tokens = read_vocabulary(Path(file), self.config.model_config.get_vocab_size())
-        return DraftVocabulary(eight_bit_linear(target.lm_head.weight[tokens]), tokens)
+        return DraftVocabulary(partial(functional.linear, weight=table[:size]))  # a head learns the capped logits themselves
 
 
 def _load_class(path: str) -> Any:

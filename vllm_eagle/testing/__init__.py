@@ -6,6 +6,6 @@ drafter_options={"texts": "texts.json", "depth": 4, "width": 3, "sibling": 2}))
 
 from vllm_eagle.testing.doubles import Half, Hostile, Oracle
 from vllm_eagle.testing.recording import CheckedDrafter
-from vllm_eagle.testing.tiny import tiny_head, tiny_target
+from vllm_eagle.testing.tiny import tiny_head, tiny_target, write_target
 
-__all__ = ["CheckedDrafter", "Half", "Hostile", "Oracle", "tiny_head", "tiny_target"]
+__all__ = ["CheckedDrafter", "Half", "Hostile", "Oracle", "tiny_head", "tiny_target", "write_target"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from vllm_eagle.heads import Eagle3Head, EagleHead, HeadConfig, new_head, save_head
 
@@ -32,7 +33,6 @@ def tiny_target(
     and reasoning parsers want; `vocab` is then 300 or more. With little `damping` the next token follows mostly from the
     last one alone, and `tiny_head(copies=True)` can guess it.
     """
-    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -48,12 +48,30 @@ def tiny_target(
         initializer_range=0.5,
         tie_word_embeddings=tied,
     )
-    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return write_target(config, folder, seed=seed, damping=damping, letters=letters)
+
+
+def write_target(
+    config: PretrainedConfig,
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    damping: float = 1.0,
+    embedding: float = 1.0,
+    letters: bool = False,
+) -> str:
+    """Write a random model of any architecture with `tiny_target`'s tokenizer and return the folder.
+
+    `damping` scales what layers add, `embedding` the table of embeddings: tied to the LM head, a large one repeats its token.
+    """
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     for name, weight in model.state_dict().items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.mul_(damping)
+    model.get_input_embeddings().weight.data.mul_(embedding)
     model.save_pretrained(folder)
-    fast = _letters() if letters else _words(vocab)
+    fast = _letters() if letters else _words(config.vocab_size)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     return str(folder)

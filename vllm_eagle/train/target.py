@@ -33,6 +33,8 @@ class Target:
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         except (OSError, ValueError) as bad:
             raise EagleError(f"{folder}: the target cannot be loaded ({str(bad).splitlines()[0]})") from None
+        if getattr(model.config, "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # the default ignores the cap in silence
         model.requires_grad_(False).eval()
         return cls(model.to(device), model.config)
 
@@ -68,8 +70,10 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, features: Tensor) -> Tensor:
-        """Return logits [N, V] for features [N, D]."""
-        return F.linear(features.to(self.lm_head.dtype), self.lm_head)
+        """Return logits [N, V] for features [N, D], capped where the target caps them (Gemma-2)."""
+        logits = F.linear(features.to(self.lm_head.dtype), self.lm_head)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def count_layers(target: Path) -> int:
