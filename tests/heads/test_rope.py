@@ -61,5 +61,5 @@ def test_41_angles_are_transformers_own(kind: str, spelling: str, theta: float) 
 
 def test_41_an_unknown_kind_is_named() -> None:
     """Catches a kind of scaling read as no scaling (scenario 41)."""
-    with pytest.raises(HeadError, match=r"rope_type='spiral' of the head is unknown; known: default, .*llama3"):
-        Rotary(32, 4096, {"rope_type": "spiral", "rope_theta": 10000.0})
+    with pytest.raises(HeadError, match=r"rope_type='spiral' of the head is not supported; known: default, .*llama3"):
+        HeadConfig.from_hf(SIZES | {"rope_parameters": {"rope_type": "spiral", "rope_theta": 10000.0}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import vllm
@@ -57,7 +56,7 @@ def check_config(config: VllmConfig) -> None:
     _check_target(config)
     options = read_options(config)
     _check_sizes(config, options)
-    head = None if options.model is None else check_folder(Path(options.model))
+    head = None if options.model is None else check_folder(options.folder).reading(options.aux_layers)
     if head is not None:
         _check_head(config, head, str(options.model))
     _check_vocabulary(config, options, head)
@@ -135,9 +134,9 @@ def _check_head(config: VllmConfig, head: HeadConfig, folder: str) -> None:
         raise HeadError(
             f"head {folder} reads layer {outside[0]}, target {model.model} has {layers}; it was trained for another target"
         )
-    if head.hidden_size != model.get_hidden_size():
+    if head.target_size != model.get_hidden_size():
         raise HeadError(
-            f"head {folder} has hidden size {head.hidden_size}, target {model.model} has {model.get_hidden_size()};"
+            f"head {folder} has hidden size {head.target_size}, target {model.model} has {model.get_hidden_size()};"
             f" it was trained for another target"
         )
     if head.vocab_size != model.get_vocab_size():

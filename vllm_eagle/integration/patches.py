@@ -27,6 +27,7 @@ _OPTION_OF = {
     "speculative_tree": "tree",
     "speculative_draft_vocab": "draft_vocab",
     "speculative_max_context": "max_context",
+    "speculative_aux_layers": "aux_layers",
 }
 
 
@@ -37,12 +38,24 @@ def _count(text: str) -> int:
     return value
 
 
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers; want I,J,K") from None
+
+
 def _count_or_auto(text: str) -> int | str:
     return text if text == AUTO else _count(text)
 
 
 _FLAGS = (
-    ("--speculative-model", str, "HEAD", "Folder of the EAGLE head; this alone switches trees on."),
+    (
+        "--speculative-model",
+        str,
+        "HEAD",
+        "Folder of the EAGLE head, or its OWNER/NAME on a hub; this alone switches trees on.",
+    ),
     (
         "--speculative-tree-size",
         _count_or_auto,
@@ -68,6 +81,12 @@ _FLAGS = (
         _count,
         "N",
         "Draft nothing for a request longer than N tokens (default: the positions the head was made for). Its text goes on.",
+    ),
+    (
+        "--speculative-aux-layers",
+        _layers,
+        "I,J,K",
+        "Layers of the target whose inputs an EAGLE-3 head reads (default: those its config.json names, or 2, n/2, n-3).",
     ),
 )
 

@@ -56,11 +56,12 @@ class TreeProposer:
     def load_model(self, target: nn.Module) -> None:
         """Load the head and share the target's embedding and LM head."""
         if self.options.model is not None:
-            self.head = load_head(self.options.model, self.config.model_config.dtype)
+            self.head = load_head(self.options.folder, self.config.model_config.dtype)
+            embed = self.head.share_embedding(target.embed_input_ids)
             candidates = self._candidates(target, self.head)
             use_packed_linears(self.head)
             self.layers = self._attention_layers(self.head)
-            drafter: Drafter | None = HeadDrafter(self.head, target.embed_input_ids, candidates, self.growth)
+            drafter: Drafter | None = HeadDrafter(self.head, embed, candidates, self.growth)
         else:
             drafter = None
         if self.options.drafter != HEAD_DRAFTER:
@@ -91,7 +92,7 @@ class TreeProposer:
         if self.options.model is None:
             return ()
         layers = self.config.model_config.get_num_layers(self.config.parallel_config)
-        return check_folder(Path(self.options.model)).states_read(layers)
+        return check_folder(self.options.folder).reading(self.options.aux_layers).states_read(layers)
 
     def _longest(self) -> int:
         """Return the longest request to draft for: within its user's limit, and with no level beyond the head's positions."""
@@ -120,15 +121,17 @@ class TreeProposer:
             ]
 
     def _candidates(self, target: Any, head: AnyHead) -> DraftVocabulary:
+        normed = head.normed
         if isinstance(head, Eagle3Head):
-            product, norm = eight_bit_linear(head.lm_head.weight.detach()), head.norm
+            product = eight_bit_linear(head.lm_head.weight.detach())
             del head.lm_head  # the product holds it
-            return DraftVocabulary(lambda features: product(norm(features)), head.vocabulary)
+            return DraftVocabulary(lambda features: product(normed(features)), head.vocabulary)
         file = self.options.vocabulary_file()
         if file is None:
-            return DraftVocabulary(target.compute_logits)
+            return DraftVocabulary(lambda features: target.compute_logits(normed(features)))
         tokens = read_vocabulary(Path(file), self.config.model_config.get_vocab_size())
-        return DraftVocabulary(eight_bit_linear(target.lm_head.weight[tokens]), tokens)
+        rows = eight_bit_linear(target.lm_head.weight[tokens])
+        return DraftVocabulary(lambda features: rows(normed(features)), tokens)
 
 
 def _load_class(path: str) -> Any:
