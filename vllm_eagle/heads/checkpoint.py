@@ -151,32 +151,44 @@ def save_head(head: AnyHead, folder: str | Path, dtype: torch.dtype = torch.bflo
 
     Raises `HeadError`.
     """
-    if head.config.layernorms:
-        raise HeadError("the original layout has no place for the layernorms of this EAGLE-1 head; use --layout speculators")
-    _write(Path(folder), head, head.config.to_hf(), ORIGINAL, dtype)
+    write_folder(Path(folder), head.config, ORIGINAL, _cast(head, dtype))
 
 
 def save_speculators(
     head: AnyHead, folder: str | Path, verifier: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write the `speculators` layout of a head for `verifier` (name_or_path, architectures). Raises `HeadError`."""
-    _write(Path(folder), head, speculators.config_to_there(head.config, verifier), SPECULATORS, dtype)
+    write_folder(Path(folder), head.config, SPECULATORS, _cast(head, dtype), verifier)
 
 
-def _write(folder: Path, head: AnyHead, config: dict[str, Any], layout: str, dtype: torch.dtype) -> None:
-    """Write both files under temporary names first: a head that was there stays whole when the disk is full."""
-    names = layout_named(layout, head.config.kind)
-    whole = {names.theirs(name): tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-    weights = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in whole.items()}
-    config = config | {"dtype": str(dtype).removeprefix("torch.")}
+def write_folder(
+    folder: Path, config: HeadConfig, layout: str, tensors: Mapping[str, Tensor], verifier: Mapping[str, Any] | None = None
+) -> None:
+    """Write tensors, by our names, as they are, in one of the layouts; `speculators` names a `verifier`. Raises `HeadError`.
+
+    Both files are written under temporary names first: a head that was there stays whole when the disk is full.
+    """
+    names = layout_named(layout, config.kind)
+    if layout == SPECULATORS:
+        raw = speculators.config_to_there(config, verifier or {})
+    elif config.layernorms:
+        raise HeadError("the original layout has no place for the layernorms of this EAGLE-1 head; use --layout speculators")
+    else:
+        raw = config.to_hf()
+    raw |= {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
     halves = [folder / "config.tmp", folder / "model.tmp"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        halves[0].write_text(json.dumps(config, indent=1) + "\n")
-        save_file(weights, halves[1], metadata={"format": "pt"})
+        halves[0].write_text(json.dumps(raw, indent=1) + "\n")
+        save_file({names.theirs(name): tensor for name, tensor in tensors.items()}, halves[1], metadata={"format": "pt"})
         for half, name in zip(halves, ("config.json", "model.safetensors"), strict=True):
             os.replace(half, folder / name)
     except (OSError, SafetensorError) as bad:
         for half in halves:
             half.unlink(missing_ok=True)
         raise HeadError(f"{folder}: cannot write the head ({bad}); free some space and run again") from None
+
+
+def _cast(head: AnyHead, dtype: torch.dtype) -> dict[str, Tensor]:
+    state = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}

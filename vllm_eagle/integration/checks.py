@@ -14,6 +14,7 @@ from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError, HeadError
 from vllm_eagle.heads.checkpoint import check_folder
 from vllm_eagle.heads.config import HeadConfig
+from vllm_eagle.heads.target import TargetShape, misfits
 from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 
 TESTED = ("0.32.0",)
@@ -130,17 +131,6 @@ def _check_vocabulary(config: VllmConfig, options: Options, head: HeadConfig | N
 def _check_head(config: VllmConfig, head: HeadConfig, folder: str) -> None:
     model = config.model_config
     layers = model.get_num_layers(config.parallel_config)
-    if outside := [layer for layer in head.states_read(layers) if not 0 <= layer <= layers]:
-        raise HeadError(
-            f"head {folder} reads layer {outside[0]}, target {model.model} has {layers}; it was trained for another target"
-        )
-    if head.target_size != model.get_hidden_size():
-        raise HeadError(
-            f"head {folder} has hidden size {head.target_size}, target {model.model} has {model.get_hidden_size()};"
-            f" it was trained for another target"
-        )
-    if head.vocab_size != model.get_vocab_size():
-        raise HeadError(
-            f"head {folder} has a vocabulary of {head.vocab_size}, target {model.model} of {model.get_vocab_size()};"
-            f" it was trained for another target"
-        )
+    target = TargetShape(str(model.model), model.get_hidden_size(), model.get_vocab_size(), layers)
+    if reasons := misfits(head, folder, target):
+        raise HeadError(reasons[0])

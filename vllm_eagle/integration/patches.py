@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_eagle.config import AUTO, KEY
 from vllm_eagle.errors import EagleError
+from vllm_eagle.heads.cli import read_layers
 from vllm_eagle.speculate import speculate
 
 _OPTION_OF = {
@@ -36,13 +37,6 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a count; want 1 or more")
     return value
-
-
-def _layers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers; want I,J,K") from None
 
 
 def _count_or_auto(text: str) -> int | str:
@@ -84,7 +78,7 @@ _FLAGS = (
     ),
     (
         "--speculative-aux-layers",
-        _layers,
+        read_layers,
         "I,J,K",
         "Layers of the target whose inputs an EAGLE-3 head reads (default: those its config.json names, or 2, n/2, n-3).",
     ),
