@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.heads.variants import CASES, edit_tensors, random_head, write
 from vllm_eagle.cli import main
+from vllm_eagle.errors import HeadError
 from vllm_eagle.heads import load_head, save_head, save_speculators
 
 BOTH = [
@@ -83,11 +85,9 @@ def test_what_has_no_place_is_refused(name: str, layout: str, message: str, tmp_
     """Catches a tensor that is dropped, or written where nobody reads it."""
     write(name, tmp_path / "head")
     head = random_head(CASES[name][1])
-    with pytest.raises(Exception, match=message):
-        if layout == "original":
-            save_head(head, tmp_path / "out")
-        else:
-            save_speculators(head, tmp_path / "out", {})
+    save = save_head if layout == "original" else partial(save_speculators, verifier={})
+    with pytest.raises(HeadError, match=message):
+        save(head, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     line = ["convert", str(tmp_path / "head"), "--layout", layout, "--out", str(tmp_path / "out")]
     (tmp_path / "config.json").write_text("{}")

@@ -40,7 +40,7 @@ def test_68_one_tensor_is_not_as_it_should_be(name: str, tmp_path: Path) -> None
 
 
 def test_68_names_with_a_prefix(tmp_path: Path) -> None:
-    """Catches a head refused for the prefix some tools write, and two copies of a tensor of which one is not read (scenario 68)."""
+    """Catches a head refused for the prefix some tools write, and a second copy of a tensor that is not read (scenario 68)."""
     folder = write("original EAGLE-3, plain", tmp_path)
     before = load_head(folder).state_dict()
     tensors = load_file(folder / "model.safetensors")

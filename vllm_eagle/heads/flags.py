@@ -49,8 +49,20 @@ _IDLE = {
 }
 """Keys that sound like arithmetic and are none, or are read elsewhere."""
 
-_GENERIC = frozenset(PretrainedConfig().to_dict()) | {"tie_word_embeddings", "tie_encoder_decoder"}
-"""Keys of any model."""
+_GENERIC = {
+    *PretrainedConfig().to_dict(),
+    *(
+        "tie_word_embeddings",
+        "tie_encoder_decoder",
+        "model_type",
+        "torch_dtype",
+        "use_cache",
+        "auto_map",
+        "transformers_version",
+    ),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "speculators_config", "speculators_model_type", "speculators_version"),
+}
+"""Keys of any model, and what a `speculators` file says about itself."""
 
 _SOUNDS = {
     *("norm", "layernorm", "rmsnorm", "bias", "scale", "scaling", "scalar", "rope", "rotary", "residual", "act", "activation"),
@@ -77,8 +89,8 @@ def check_flags(raw: Mapping[str, Any], kind: str, where: str) -> None:
 
 
 def ignored(raw: Mapping[str, Any]) -> list[str]:
-    """Return the keys that are there and do nothing."""
-    return sorted(key for key in raw if key not in _READ and key not in _ONLY)
+    """Return the keys that are there, do nothing, and do not stand in every model's file."""
+    return sorted(set(raw) - _READ - set(_ONLY) - _IDLE - _GENERIC - {"sliding_window", "layer_types"})
 
 
 def _may_matter(key: str, value: Any) -> bool:

@@ -63,7 +63,11 @@ def _files(found: Checkpoint) -> str:
     numbers, size = sum(t.numel() for t in tensors), sum(t.numel() * t.element_size() for t in tensors)
     kinds = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point())
     names = ", ".join(path.name for path in files_of(found.folder))
-    return f"{names}: {len(found.tensors)} tensors, {numbers:,} numbers, {size / 1e6:,.1f} MB, {' and '.join(kinds)}"
+    return f"{names}: {len(found.tensors)} tensors, {numbers:,} numbers, {_bytes(size)}, {' and '.join(kinds)}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
 
 
 def _layers(config: HeadConfig) -> str:
