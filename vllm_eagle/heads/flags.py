@@ -60,7 +60,8 @@ _GENERIC = {
         "auto_map",
         "transformers_version",
     ),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "speculators_config", "speculators_model_type", "speculators_version"),
+    *("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("speculators_config", "speculators_model_type", "speculators_version"),
 }
 """Keys of any model, and what a `speculators` file says about itself."""
 
