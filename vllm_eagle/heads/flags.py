@@ -51,15 +51,7 @@ _IDLE = {
 
 _GENERIC = {
     *PretrainedConfig().to_dict(),
-    *(
-        "tie_word_embeddings",
-        "tie_encoder_decoder",
-        "model_type",
-        "torch_dtype",
-        "use_cache",
-        "auto_map",
-        "transformers_version",
-    ),
+    *("model_type", "tie_word_embeddings", "tie_encoder_decoder", "torch_dtype", "use_cache", "auto_map"),
     *("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("speculators_config", "speculators_model_type", "speculators_version"),
 }
