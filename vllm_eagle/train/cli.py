@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_eagle.errors import EagleError
+from vllm_eagle.heads.cli import read_layers
 
 if TYPE_CHECKING:
     from vllm_eagle.train.answers import Answer, Question
@@ -202,6 +203,7 @@ def _add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     cmd.add_argument("--tree-depth", type=int, help="levels of a tree (default 5)")
     cmd.add_argument("--tree-top-k", type=int, help="nodes expanded on a level, and candidates of each (default 8)")
     cmd.add_argument("--tree", help="JSON file of a static tree, instead of a dynamic one")
+    cmd.add_argument("--aux-layers", type=read_layers, metavar="I,J,K", help="layers an EAGLE-3 head is to read instead")
     cmd.set_defaults(run=_evaluate)
 
 
@@ -210,7 +212,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     from vllm_eagle.train.judge import as_json, judge
 
     options = Options(str(args.head), args.tree_size, args.tree_depth, args.tree_top_k, args.tree)
-    judged = judge(args.model, args.head, args.features, options.growth(), args.limit)
+    judged = judge(args.model, args.head, args.features, options.growth(), args.limit, args.aux_layers)
     print(judged.lines())
     print(as_json(judged, args.head))
 
