@@ -24,15 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Collect the subcommands of every room."""
     from vllm_eagle.bench.cli import add_commands as add_bench
+    from vllm_eagle.checkpoints.cli import add_commands as add_checkpoints
     from vllm_eagle.demo.cli import add_commands as add_demo
-    from vllm_eagle.heads.cli import add_commands as add_heads
     from vllm_eagle.train.cli import add_commands as add_train
 
     parser = argparse.ArgumentParser(prog="vllm-eagle", description="Tree speculative decoding with EAGLE heads for vLLM.")
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_demo(subparsers)
-    add_heads(subparsers)
+    add_checkpoints(subparsers)
     add_train(subparsers)
     add_bench(subparsers)
     return parser

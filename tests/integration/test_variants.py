@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.heads.variants import THREE, VERIFIER, edit_tensors, random_head
 from tests.integration.harness import engine, generate, greedy, prompts, runner_of
 from tests.integration.test_drafting import readout
 from vllm_eagle import speculate
-from vllm_eagle.errors import HeadError
+from vllm_eagle.errors import EagleError, HeadError
 from vllm_eagle.heads import Eagle3Head, load_head, save_speculators
 from vllm_eagle.testing import CheckedDrafter, tiny_target
 
@@ -83,3 +85,22 @@ def test_layers_of_ones_own(tied: str, head: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(HeadError, match=message):
             engine(tied, **speculate(folder, aux_layers=layers))
+
+
+def test_70_a_head_on_the_hub(tied: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a repository's name that serving takes for a folder, or whose draft vocabulary is forgotten (scenario 70)."""
+    commit, repository = "0123456789abcdef0123456789abcdef01234567", tmp_path / "models--someone--tiny-head"
+    shutil.copytree(head, repository / "snapshots" / commit)
+    (repository / "snapshots" / commit / "draft_vocab.json").write_text("[5, 6, 7]")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def configure(**options: Any) -> Any:
+        arguments = speculate("someone/tiny-head", **options)
+        return EngineArgs(model=tied, dtype="float32", max_model_len=512, **arguments).create_engine_config()
+
+    assert configure(tree_top_k=3).additional_config["vllm_eagle"]["model"] == "someone/tiny-head"
+    with pytest.raises(EagleError, match=r"takes 4 candidates of each node .*draft_vocab\.json has 3"):
+        configure(tree_top_k=4)

@@ -26,7 +26,7 @@ class TargetShape:
         from transformers import AutoConfig
 
         try:
-            config = AutoConfig.from_pretrained(model)
+            config = AutoConfig.from_pretrained(model, local_files_only="/" not in model)  # a bare name is a folder
         except (OSError, ValueError) as bad:
             raise EagleError(f"{model}: the target cannot be read ({str(bad).splitlines()[0]})") from None
         text = config.get_text_config()

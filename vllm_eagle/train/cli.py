@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_eagle.checkpoints.cli import read_layers
 from vllm_eagle.errors import EagleError
-from vllm_eagle.heads.cli import read_layers
 
 if TYPE_CHECKING:
     from vllm_eagle.train.answers import Answer, Question

@@ -56,9 +56,9 @@ def _command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], na
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from vllm_eagle.checkpoints.inspect import inspect
     from vllm_eagle.heads.checkpoint import Checkpoint
     from vllm_eagle.heads.hub import find_folder
-    from vllm_eagle.heads.inspect import inspect
     from vllm_eagle.heads.target import TargetShape
 
     target = None if args.target is None else TargetShape.read(args.target)
@@ -68,7 +68,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from vllm_eagle.heads.convert import convert
+    from vllm_eagle.checkpoints.convert import convert
 
     convert(args.head, args.layout, args.out, args.model, args.aux_layers)
     print(f"{args.out}: {args.layout} layout")
