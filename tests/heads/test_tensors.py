@@ -18,7 +18,21 @@ OPTIONAL = {"embed_tokens.weight"}
 """What a folder may lack: without it the target's embedding is read."""
 
 
-@pytest.mark.parametrize("name", CASES)
+EVERY_TENSOR = (
+    *("original EAGLE-1, biases", "original EAGLE-1, two layers", "original EAGLE-1, embedding"),
+    *("speculators EAGLE-1, biases", "speculators EAGLE-1, layernorms", "speculators EAGLE-1, embedding"),
+    *(
+        "original EAGLE-3, fusion bias",
+        "original EAGLE-3, biases",
+        "original EAGLE-3, norm_before_fc",
+        "original EAGLE-3, together",
+    ),
+    *("speculators EAGLE-3, biases", "speculators EAGLE-3, norm_before_fc", "speculators EAGLE-3, together"),
+)
+"""Cases that have, together, every tensor of every layout."""
+
+
+@pytest.mark.parametrize("name", EVERY_TENSOR)
 def test_68_one_tensor_is_not_as_it_should_be(name: str, tmp_path: Path) -> None:
     """Catches a tensor that is ignored, made up or cut in silence (scenarios 66 and 68)."""
     folder = write(name, tmp_path)
@@ -100,3 +114,52 @@ def test_70_a_missing_norm_before_residual_follows_the_library(tmp_path: Path, c
     assert sum("does not say norm_before_residual" in record.message for record in caplog.records) == 1
     load_head(write("original EAGLE-3, plain", tmp_path / "original"))
     assert len(caplog.records) == 1  # an original head that is silent means no
+
+
+def test_70_old_names_say_what_no_flag_says(tmp_path: Path) -> None:
+    """Catches a head of an old release refused, or its norms left out: it has the tensors and no flag (scenarios 69 and 70)."""
+    folder = write("original EAGLE-3, fc_norm", tmp_path)
+    wanted, tensors = load_head(folder), load_file(folder / "model.safetensors")
+    old = {f"aux_norm_{part}.weight": tensors[f"fc_norm.{i}.weight"] for i, part in enumerate(("low", "mid", "high"))}
+    edit_tensors(folder, drop=tuple(f"fc_norm.{i}.weight" for i in range(3)), **old)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["fc_norm"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    found = load_head(folder)
+    assert found.config == wanted.config
+    assert all(torch.equal(tensor, wanted.state_dict()[name]) for name, tensor in found.state_dict().items())
+    edit_tensors(folder, drop=("aux_norm_mid.weight",))
+    with pytest.raises(HeadError, match=r"tensor fc_norm\.1\.weight is missing"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "wide"}, "a setting has a value of the wrong type"),
+        ({"rope_scaling": [1]}, "a setting has a value of the wrong type"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "settings of the head are not complete .*factor",
+        ),
+        ({"intermediate_size": 40}, r"gate_proj\.weight has shape .*; .*up_proj\.weight has shape .*; .*down_proj\.weight has"),
+    ],
+)
+def test_68_settings_of_another_type(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Catches a traceback from deep inside where a line would do (scenario 68)."""
+    edit(write("original EAGLE-3, plain", tmp_path), **changes)
+    with pytest.raises(HeadError, match=message):
+        check_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(HeadError, match="is not an object of settings"):
+        check_folder(tmp_path)
+
+
+def test_68_no_tensor_of_a_layout_is_left_out(tmp_path: Path) -> None:
+    """Catches a variant whose tensors nobody takes away: the cases above stand for all (scenario 68)."""
+    tried, there = set(), set()
+    for number, name in enumerate(CASES):
+        tensors = load_file(write(name, tmp_path / str(number)) / "model.safetensors")
+        there |= {(name.partition(",")[0], tensor) for tensor in tensors}
+        tried |= {(name.partition(",")[0], tensor) for tensor in tensors if name in EVERY_TENSOR}
+    assert there == tried

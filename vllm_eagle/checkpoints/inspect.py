@@ -105,7 +105,7 @@ def _arithmetic(config: HeadConfig) -> Iterable[str]:
 
 
 def _tensors(found: Checkpoint) -> str:
-    used = len(set(found.tensors) & set(found.expected()))
+    used = len(set(found.tensors) & set(found.expected))
     return f"{used} used; unused: {', '.join(found.unused()) or 'none'}; missing: {', '.join(found.missing()) or 'none'}"
 
 

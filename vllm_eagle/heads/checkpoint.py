@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,12 @@ class Checkpoint:
         layout = layout_of(raw, where)
         if layout.name == SPECULATORS:
             raw = speculators.config_to_here(raw, where)
-        config = HeadConfig.from_hf(raw, where)
+        try:
+            config = HeadConfig.from_hf(raw, where)
+        except HeadError:
+            raise
+        except (TypeError, ValueError, AttributeError) as bad:
+            raise HeadError(f"{where}: a setting has a value of the wrong type ({bad})") from None
         tensors = outline(folder)
         with _naming(folder):
             names = layout.ours(tensors)
@@ -66,38 +72,37 @@ class Checkpoint:
         )
         return cls(folder, raw, layout, config, tensors)
 
+    @cached_property
     def expected(self) -> dict[str, Tensor]:
         """Return the tensors the configuration asks for, by the names of the folder's layout."""
         with torch.device("meta"):
             state = new_head(self.config).state_dict()
-        if self.config.draft_vocab_size == self.config.vocab_size and not _MAP & set(self.tensors):
+        names = self.layout.ours(self.tensors)
+        if self.config.draft_vocab_size == self.config.vocab_size and not _MAP & set(names):
             state = {name: tensor for name, tensor in state.items() if name not in _MAP}
-        return {self._in_file(name): tensor for name, tensor in state.items()}
+        return {names.get(name, self.layout.theirs(name)): tensor for name, tensor in state.items()}
 
     def missing(self) -> list[str]:
         """Return the names of tensors the configuration asks for and the folder lacks."""
-        return sorted(set(self.expected()) - set(self.tensors))
+        return sorted(set(self.expected) - set(self.tensors))
 
     def unused(self) -> list[str]:
         """Return the names of tensors the folder has and the configuration has no place for."""
-        return sorted(set(self.tensors) - set(self.expected()))
+        return sorted(set(self.tensors) - set(self.expected))
 
     def check(self) -> None:
-        """Raise `HeadError` naming every tensor that is missing or unused, or the first of another shape."""
+        """Raise `HeadError` naming every tensor that is missing, unused or of another shape."""
         kind, missing, unused = self.config.kind, self.missing(), self.unused()
         told = []
         if missing:
             told.append(f"tensor {', '.join(missing)} is missing for an {kind} head of this config.json")
         if unused:
             told.append(f"tensor {', '.join(unused)} is not part of an {kind} head; remove it or fix config.json")
-        for name, tensor in self.expected().items():
-            if not told and (found := self.tensors[name]).shape != tensor.shape:
+        for name, tensor in self.expected.items():
+            if name in self.tensors and (found := self.tensors[name]).shape != tensor.shape:
                 told.append(f"{name} has shape {list(found.shape)}, its config.json implies {list(tensor.shape)}")
         if told:
             raise HeadError(f"{self.folder}: {'; '.join(told)}")
-
-    def _in_file(self, name: str) -> str:
-        return self.layout.ours(self.tensors).get(name, self.layout.theirs(name))
 
 
 def _raw_config(folder: Path) -> dict[str, Any]:
@@ -108,6 +113,8 @@ def _raw_config(folder: Path) -> dict[str, Any]:
         raw: dict[str, Any] = json.loads(path.read_text())
     except json.JSONDecodeError as bad:
         raise HeadError(f"{path} is not valid JSON ({bad})") from None
+    if not isinstance(raw, dict):
+        raise HeadError(f"{path} is not an object of settings")
     return raw
 
 

@@ -55,15 +55,7 @@ class Rotary(nn.Module):
             steps = torch.arange(0, turning, 2, dtype=torch.float32) / turning
             inv_freq, self.scale = 1.0 / float(rope["rope_theta"]) ** steps, 1.0
         else:
-            config = LlamaConfig(
-                head_dim=head_dim,
-                hidden_size=head_dim,
-                num_attention_heads=1,
-                max_position_embeddings=max_positions,
-                rope_parameters=dict(rope),
-            )
-            with torch.device("cpu"):  # real numbers even where a head is built for its shapes alone
-                inv_freq, self.scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            inv_freq, self.scale = _scaled(head_dim, max_positions, rope)
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
@@ -85,3 +77,19 @@ class Rotary(nn.Module):
         a, b = x[..., :turning].float().chunk(2, dim=-1)
         rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
         return rotated if turning == x.shape[-1] else torch.cat((rotated, x[..., turning:]), dim=-1)
+
+
+def _scaled(head_dim: int, max_positions: int, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Return the frequencies [P] of a scaled kind, and what cos and sin are multiplied by; raises `HeadError`."""
+    try:
+        config = LlamaConfig(
+            head_dim=head_dim,
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            max_position_embeddings=max_positions,
+            rope_parameters=dict(rope),
+        )
+        with torch.device("cpu"):  # real numbers even where a head is built for its shapes alone
+            return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    except KeyError as missing:
+        raise HeadError(f"rotary settings of the head are not complete ({missing.args[0]})") from None
