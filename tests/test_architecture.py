@@ -16,6 +16,7 @@ ORDER = [
     "envs",
     "names",
     "heads",
+    "checkpoints",
     "tree",
     "attention",
     "verify",
@@ -74,4 +75,11 @@ def test_importing_costs_nothing() -> None:
     """Catches a heavy import on the way into every vLLM process: no torch, no vllm, no transformers."""
     heavy = ("torch", "vllm", "transformers", "numpy")
     code = f"import vllm_eagle, vllm_eagle.plugin, sys; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_help_is_fast() -> None:
+    """Catches a heavy import on the way to `vllm-eagle --help`."""
+    heavy = ("torch", "vllm", "transformers", "numpy")
+    code = f"import sys, vllm_eagle.cli; vllm_eagle.cli.build_parser(); print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Collect the subcommands of every room."""
     from vllm_eagle.batch.cli import add_commands as add_batch
     from vllm_eagle.bench.cli import add_commands as add_bench
+    from vllm_eagle.checkpoints.cli import add_commands as add_checkpoints
     from vllm_eagle.demo.cli import add_commands as add_demo
     from vllm_eagle.doctor.cli import add_commands as add_doctor
     from vllm_eagle.trace.cli import add_commands as add_trace
@@ -48,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_batch(subparsers)
     add_doctor(subparsers)
     add_trace(subparsers)
+    add_checkpoints(subparsers)
     add_train(subparsers)
     add_bench(subparsers)
     return parser

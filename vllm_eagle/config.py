@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_eagle.errors import EagleError
+from vllm_eagle.heads.hub import find_folder
 from vllm_eagle.tree import DynamicGrowth, Growth, read_static
 
 KEY = "vllm_eagle"
@@ -23,7 +24,7 @@ class Options:
     """Say which head drafts, and what trees it grows; every field is a key of `additional_config["vllm_eagle"]`."""
 
     model: str | None = None
-    """Folder of the EAGLE head."""
+    """Folder of the EAGLE head, or its repository on the hub."""
     tree_size: int | str | None = None
     """Most nodes of a dynamic tree (default 25), or "auto": at most that, and as many as pay at the load of the moment."""
     tree_depth: int | None = None
@@ -38,6 +39,8 @@ class Options:
     """Longest request that is drafted for, in tokens (default: the positions the head was made for)."""
     trace: str | None = None
     """Folder that gets a page for each request that asks for one (`speculative_trace` in its extra arguments)."""
+    aux_layers: Sequence[int] | None = None
+    """Layers of the target whose inputs an EAGLE-3 head reads (default: those its config.json names, or the usual ones)."""
     drafter: str = HEAD_DRAFTER
     """"head", or the dotted path of a drafter class."""
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +67,9 @@ class Options:
             whole = key in ("tree_size", "tree_depth", "tree_top_k", "max_context")
             if whole and value is not None and type(value) is not int and (key, value) != ("tree_size", AUTO):
                 raise EagleError(f"{key}={value!r}: want a whole number" + (f', or "{AUTO}"' if key == "tree_size" else ""))
-            if not whole and key != "drafter_options" and not isinstance(value, str | None):
+            if key == "aux_layers" and not _is_list_of_layers(value):
+                raise EagleError(f"{key}={value!r}: want a list of layer numbers")
+            if not whole and key not in ("drafter_options", "aux_layers") and not isinstance(value, str | None):
                 raise EagleError(f"{key}={value!r}: want a string")
         return cls(**raw)
 
@@ -87,11 +92,21 @@ class Options:
         depth, top_k = (default if value is None else value for value, default in ((self.tree_depth, 5), (self.tree_top_k, 8)))
         return DynamicGrowth(size, depth, top_k)
 
+    @property
+    def folder(self) -> Path:
+        """Return the head's folder, fetched where it was given as a hub's repository; raises `HeadError`."""
+        assert self.model is not None, "no head was given"
+        return find_folder(self.model)
+
     def vocabulary_file(self) -> Path | None:
         """Return the draft vocabulary's file, None for the whole vocabulary."""
         if self.draft_vocab == "all":
             return None
         if self.draft_vocab is not None:
             return Path(self.draft_vocab)
-        beside = Path(self.model or "") / "draft_vocab.json"
-        return beside if self.model and beside.is_file() else None
+        beside = self.folder / "draft_vocab.json" if self.model else None
+        return beside if beside is not None and beside.is_file() else None
+
+
+def _is_list_of_layers(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple) and all(type(layer) is int for layer in value))

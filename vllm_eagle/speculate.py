@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
@@ -18,16 +18,17 @@ def speculate(
     draft_vocab: str | None = None,
     max_context: int | None = None,
     trace: str | None = None,
+    aux_layers: Sequence[int] | None = None,
     drafter: str | None = None,
     drafter_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return keyword arguments that make `vllm.LLM(...)` speculate with the EAGLE head in the folder `model`.
+    """Return keyword arguments that make `vllm.LLM(...)` speculate with the EAGLE head `model`, a folder or a hub's OWNER/NAME.
 
     `tree_size` nodes at most (default 25) or "auto", as many as pay; `tree_depth` levels (5); `tree_top_k` nodes expanded per
     level (8); or `tree`, the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all".
     `max_context`: longest request drafted for, in tokens (default: the positions the head was made for). `trace`: folder for
-    pages about requests that ask for one. `drafter`: dotted path of another drafter class, with its `drafter_options`.
-    Raises `EagleError`.
+    pages about requests that ask for one. `aux_layers`: layers of the target that an EAGLE-3 head reads, where its config.json
+    is silent or wrong. `drafter`: dotted path of another drafter class, with its `drafter_options`. Raises `EagleError`.
     """
     from vllm_eagle.config import KEY, Options  # torch is heavy: a process that only imports us must not pay for it
 
@@ -40,6 +41,7 @@ def speculate(
         "draft_vocab": draft_vocab,
         "max_context": max_context,
         "trace": trace,
+        "aux_layers": None if aux_layers is None else list(aux_layers),
         "drafter": drafter,
         "drafter_options": drafter_options,
     }

@@ -147,10 +147,13 @@ def test_kinds_are_told_apart(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"norm_output": True}, "norm_output=True is not supported for an EAGLE-3 head"),
-        ({"fc_norm": True}, "fc_norm=True is not supported"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported"),
-        ({"target_hidden_size": 128}, "target_hidden_size=128 is not supported"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm exclude each other"),
+        ({"fc_norm": True}, r"tensor fc_norm\.0\.weight, .* is missing"),
+        ({"num_hidden_layers": 2}, r"tensor layers\.1\..* is missing"),
+        ({"target_hidden_size": 128}, r"tensor embed_tokens\.weight is missing"),
+        ({"num_aux_hidden_states": 4}, r"\[0, 1, 1\] must name 4 layers"),
+        ({"layernorms": True}, "layernorms=True is not supported for an EAGLE-3 head"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, r"eagle_config\.use_aux_hidden_state=False is not supported"),
         ({"draft_vocab_size": 99}, r"shape \[100\], its config.json implies \[99\]"),
         ({"bias": True}, r"tensor fc\.bias is missing for an EAGLE-3 head"),
     ],

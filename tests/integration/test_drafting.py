@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
+from tests.drafting.scored import ScoredPool, paths_of
 from tests.integration.harness import engine, generate, greedy, prompts, runner_of, trace, watching
 from vllm_eagle import speculate
 from vllm_eagle.drafting import HeadCache, HeadDrafter, Known
-from vllm_eagle.drafting.reference import next_feature
+from vllm_eagle.drafting.reference import grow
 from vllm_eagle.heads import Eagle3Head, Head, load_head
 from vllm_eagle.testing import CheckedDrafter, tiny_head, tiny_target
-from vllm_eagle.tree import CandidatePool, DraftTree, DynamicGrowth
+from vllm_eagle.tree import DraftTree, DynamicGrowth
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 LENGTHS = [5, 33, 64, 17]
@@ -75,9 +76,6 @@ def test_draft_logits_equal_the_reference_loop(target: str, tmp_path: Any, layer
     assert max(checked.worst.values()) < 1e-4, checked.worst
 
 
-Path_ = tuple[int, ...]
-
-
 class Traced(HeadDrafter):
     """Draft as `HeadDrafter` does and keep, step by step, what the trees were grown from and what they became."""
 
@@ -98,49 +96,6 @@ class Traced(HeadDrafter):
         return trees
 
 
-class ScoredPool(CandidatePool):
-    """Leave the log path values of the kept nodes where the test finds them."""
-
-    scores: list[list[float]]
-
-    def trees(self, roots: Tensor) -> list[DraftTree]:
-        values = torch.cat(self._values, 1)
-        ScoredPool.scores = values.gather(1, self.growth.keep(values)).tolist()
-        return super().trees(roots)
-
-
-def grow_as_the_paper_does(
-    growth: DynamicGrowth,
-    head: Head,
-    embed: Callable[[Tensor], Tensor],
-    logits: Callable[[Tensor], Tensor],
-    features: Tensor,
-    tokens: Tensor,
-) -> dict[Path_, float]:
-    """Return every candidate's path and log path value (EAGLE-2, section 4), each node from the whole prefix."""
-    found: dict[Path_, float] = {}
-    frontier: dict[Path_, tuple[float, list[Tensor]]] = {(): (0.0, [])}
-    for _ in range(growth.depth):
-        level: dict[Path_, tuple[float, list[Tensor]]] = {}
-        for path, (value, own) in frontier.items():
-            guessed = torch.stack(own) if own else head.fuse(features[:0])
-            feature = next_feature(head, embed, features, tokens, list(path), guessed)
-            logprobs = logits(feature[None])[0].float().log_softmax(0)
-            for logprob, token in zip(*(x.tolist() for x in logprobs.topk(growth.top_k)), strict=True):
-                level[(*path, token)] = value + logprob, [*own, feature]
-        found |= {path: value for path, (value, _) in level.items()}
-        best = sorted(level, key=lambda path: -level[path][0])[: growth.top_k]
-        frontier = {path: level[path] for path in best}
-    return found
-
-
-def paths_of(tree: DraftTree) -> list[Path_]:
-    paths: list[Path_] = [()]
-    for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
-        paths.append((*paths[parent], token))
-    return paths[1:]
-
-
 @pytest.mark.parametrize("layers", [1, 2, EAGLE3])
 def test_drafted_trees_equal_the_reference_loops(target: str, tmp_path: Any, monkeypatch: Any, layers: int) -> None:
     """Catches a node drafted in another place than the paper's loop puts it, or with another score (scenarios 15 and 17)."""
@@ -158,7 +113,7 @@ def test_drafted_trees_equal_the_reference_loops(target: str, tmp_path: Any, mon
         assert len(traced.drafted) >= (200 if layers == 1 else 60)
         for features, tokens, tree, scores in traced.drafted:
             with torch.inference_mode():
-                offered = grow_as_the_paper_does(
+                offered = grow(
                     growth, plain, runner.model.embed_input_ids, readout(plain, runner.model.compute_logits), features, tokens
                 )
             want = sorted(offered.values(), reverse=True)[: growth.size]

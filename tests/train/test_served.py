@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tests.train.naive import draft, logits, random_head
 from vllm_eagle.heads import Eagle3Head, EagleHead, Head
+from vllm_eagle.train.evaluate import chain_acceptance
 from vllm_eagle.train.features import Example
-from vllm_eagle.train.served import Served, accepted_lengths, draft_everywhere, walk_answer
+from vllm_eagle.train.served import Served, accepted_lengths, draft_everywhere, serve, walk_answer
 from vllm_eagle.train.target import head_config
 from vllm_eagle.train.words import Words
 from vllm_eagle.tree import DraftTree, DynamicGrowth, StaticGrowth
@@ -82,3 +84,19 @@ def test_an_eagle3_head_grows_its_own_tree(toy_folder: Path, toy_states: list[Ex
 def test_a_walk_skips_what_was_accepted() -> None:
     """Catches a mean over all positions, which serving never visits."""
     assert walk_answer(torch.tensor([2, 9, 9, 0, 1])) == Served(drafts=3, accepted=3)
+
+
+def test_a_head_reads_its_own_embedding(toy_folder: Path, toy_examples: list[Example], toy_words: Words) -> None:
+    """Catches `evaluate` judging a head with the target's embedding where serving takes the head's own (scenario 69)."""
+    config, growth, examples = head_config(toy_folder, 1), DynamicGrowth(size=9, depth=4, top_k=3), toy_examples[:3]
+    own = random_head(replace(config, own_embedding=True))
+    assert own.embed_tokens is not None
+    same = random_head(config)
+    same.load_state_dict({name: weight for name, weight in own.state_dict().items() if name != "embed_tokens.weight"})
+    other = replace(toy_words, embedding=own.embed_tokens.weight)
+    assert serve(own, examples, toy_words, growth) == serve(same, examples, other, growth)
+    trees, right = (draft_everywhere(head, examples[0], words, growth) for head, words in ((own, toy_words), (same, other)))
+    assert [tree.nodes for tree in trees] == [tree.nodes for tree in right]
+    wrong = draft_everywhere(same, examples[0], toy_words, growth)
+    assert [tree.nodes for tree in trees] != [tree.nodes for tree in wrong]
+    assert chain_acceptance(own, examples, toy_words) == chain_acceptance(same, examples, other)

@@ -9,6 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vllm_eagle.heads import Head
+from vllm_eagle.tree import DynamicGrowth
+
+Path = tuple[int, ...]
+"""Tokens from the root, which is left out, to a node."""
 
 
 def next_feature(
@@ -25,6 +29,31 @@ def next_feature(
     """
     ahead = torch.cat((tokens[1:], torch.tensor(path, dtype=torch.long)))
     return head(embed(ahead), torch.cat((head.fuse(features), own)), torch.arange(len(ahead)), _causal)[-1]
+
+
+def grow(
+    growth: DynamicGrowth,
+    head: Head,
+    embed: Callable[[Tensor], Tensor],
+    logits: Callable[[Tensor], Tensor],
+    features: Tensor,
+    tokens: Tensor,
+) -> dict[Path, float]:
+    """Return every candidate's path and log path value (EAGLE-2, section 4), each node from the whole prefix."""
+    found: dict[Path, float] = {}
+    frontier: dict[Path, tuple[float, list[Tensor]]] = {(): (0.0, [])}
+    for _ in range(growth.depth):
+        level: dict[Path, tuple[float, list[Tensor]]] = {}
+        for path, (value, own) in frontier.items():
+            guessed = torch.stack(own) if own else head.fuse(features[:0])
+            feature = next_feature(head, embed, features, tokens, list(path), guessed)
+            logprobs = logits(feature[None])[0].float().log_softmax(0)
+            for logprob, token in zip(*(x.tolist() for x in logprobs.topk(growth.top_k)), strict=True):
+                level[(*path, token)] = value + logprob, [*own, feature]
+        found |= {path: value for path, (value, _) in level.items()}
+        best = sorted(level, key=lambda path: -level[path][0])[: growth.top_k]
+        frontier = {path: level[path] for path in best}
+    return found
 
 
 def _causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

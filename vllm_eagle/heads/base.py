@@ -12,8 +12,12 @@ from vllm_eagle.heads.layers import Attend
 class Head(Protocol):
     """Fuse what the target shows, step from feature to feature, read tokens out of a feature.
 
-    Shapes: `...` leading dimensions, `D` hidden, `S` draft vocabulary.
+    Shapes: `...` leading dimensions, `D` hidden, `V` vocabulary, `S` draft vocabulary.
     """
+
+    def embedding(self, shared: Tensor) -> Tensor:
+        """Return the rows [V, D] that tokens are embedded with; `shared`, the target's, for a head without its own."""
+        ...
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return the features [..., D] of true positions from the target's states there."""

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_eagle.errors import HeadError
+from vllm_eagle.heads.flags import AUX_IDS, NORM_FLAGS, check_flags
+from vllm_eagle.heads.rope import read_rope
 
 AUX_STATES = 3
 """States of the target an EAGLE-3 head reads: of a low, a middle and a high layer."""
 
 _EAGLE3 = "LlamaForCausalLMEagle3"
-
-# Keys of a head's config that would change arithmetic if honoured; only these values are implemented.
-_FIXED = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "norm_before_residual": None,
-    "norm_output": None,
-    "norm_before_fc": None,
-    "fc_norm": None,
-}
 
 
 @dataclass(frozen=True)
@@ -44,8 +35,21 @@ class HeadConfig:
     fusion_bias: bool
     qkv_bias: bool
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    o_bias: bool = False
+    layernorms: bool = False
+    """Of EAGLE-1 (HASS): norms on the embedding, before the layer's attention and before the LM head."""
     draft_vocab_size: int | None = None
     aux_layers: tuple[int, ...] = ()
+    num_aux: int = AUX_STATES
+    """States of the target that an EAGLE-3 head reads."""
+    target_hidden_size: int | None = None
+    """Width of such a state, None where it is the head's own."""
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+    """Whether the folder holds an embedding; no key of `config.json` says so."""
 
     @property
     def is_eagle3(self) -> bool:
@@ -57,9 +61,31 @@ class HeadConfig:
         """Return what messages call such a head."""
         return "EAGLE-3" if self.is_eagle3 else "EAGLE-1"
 
+    @property
+    def target_size(self) -> int:
+        """Return the target's hidden size."""
+        return self.target_hidden_size or self.hidden_size
+
     def states_read(self, target_layers: int) -> tuple[int, ...]:
-        """Return the layers of the target whose inputs are read; none for EAGLE-1, which reads what the LM head reads."""
-        return self.aux_layers or (default_aux_layers(target_layers) if self.is_eagle3 else ())
+        """Return the layers of the target whose inputs are read; none for EAGLE-1, which reads what the LM head reads.
+
+        Raises `HeadError` where the head does not say, and there is no usual answer.
+        """
+        if self.aux_layers or not self.is_eagle3:
+            return self.aux_layers
+        if self.num_aux != AUX_STATES:
+            raise HeadError(f"the head reads {self.num_aux} layers and does not say which; name them with aux_layers")
+        return default_aux_layers(target_layers)
+
+    def reading(self, aux_layers: Sequence[int] | None) -> HeadConfig:
+        """Return the same head reading other layers of the target, None for those it names itself; raises `HeadError`."""
+        if aux_layers is None:
+            return self
+        if not self.is_eagle3:
+            raise HeadError("aux_layers has no effect on an EAGLE-1 head, which reads what the LM head reads; remove it")
+        if len(aux_layers) != self.num_aux:
+            raise HeadError(f"aux_layers={list(aux_layers)} must name {self.num_aux} layers of the target")
+        return replace(self, aux_layers=tuple(aux_layers))
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
@@ -67,16 +93,14 @@ class HeadConfig:
 
         Raises `HeadError` naming `where` for a missing key or a flag that would change arithmetic.
         """
-        eagle3 = raw.get("draft_vocab_size") is not None or _EAGLE3 in (raw.get("architectures") or ())
-        for key, only in _FIXED.items():
-            if raw.get(key, only) not in (only, None, False):
-                kind = "EAGLE-3" if eagle3 else "EAGLE-1"
-                raise HeadError(f"{where}: {key}={raw[key]!r} is not supported for an {kind} head (only {only!r})")
+        eagle3 = is_eagle3(raw)
+        check_flags(raw, "EAGLE-3" if eagle3 else "EAGLE-1", where)
         try:
             hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
             intermediate, vocab = int(raw["intermediate_size"]), int(raw["vocab_size"])
         except KeyError as missing:
             raise HeadError(f"{where}: no {missing.args[0]!r}; is this the folder of an EAGLE head?") from None
+        bias = bool(raw.get("attention_bias"))
         return cls(
             hidden_size=hidden,
             intermediate_size=intermediate,
@@ -88,17 +112,20 @@ class HeadConfig:
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_positions=int(raw.get("max_position_embeddings") or raw.get("max_sequence_length") or 2048),
             fusion_bias=bool(raw.get("bias", not eagle3)),
-            qkv_bias=bool(raw.get("qkv_bias", raw.get("attention_bias", False))),
-            rope=_rope(raw),
-            **(_eagle3_part(raw, where) if eagle3 else {}),
+            qkv_bias=bool(raw.get("qkv_bias", bias)),
+            o_bias=bias,
+            rope=read_rope(raw, where),
+            **(_eagle3_part(raw, where) if eagle3 else _eagle1_part(raw, where)),
         )
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dictionary that `from_hf` reads back to an equal value."""
         own = {
             "draft_vocab_size": self.draft_vocab_size,
-            "num_aux_hidden_states": AUX_STATES,
-            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
+            "num_aux_hidden_states": self.num_aux,
+            AUX_IDS: list(self.aux_layers),
+            **({"target_hidden_size": self.target_hidden_size} if self.target_hidden_size else {}),
+            **{name: True for name in NORM_FLAGS if getattr(self, name)},
         }
         return {
             "architectures": [_EAGLE3 if self.is_eagle3 else "LlamaForCausalLM"],
@@ -116,6 +143,7 @@ class HeadConfig:
             "tie_word_embeddings": not self.is_eagle3,
             "bias": self.fusion_bias,
             "qkv_bias": self.qkv_bias,
+            **({"attention_bias": True} if self.o_bias else {}),
             "rope_parameters": dict(self.rope),
             **(own if self.is_eagle3 else {}),
         }
@@ -132,23 +160,35 @@ def default_aux_layers(target_layers: int) -> tuple[int, ...]:
     return min(2, middle - 1), middle, max(target_layers - 3, middle + 1)
 
 
+def is_eagle3(raw: Mapping[str, Any]) -> bool:
+    """Tell from a head's dictionary whether it is an EAGLE-3 head."""
+    return raw.get("draft_vocab_size") is not None or any("Eagle3" in name for name in raw.get("architectures") or ())
+
+
+def _eagle1_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key in (*NORM_FLAGS, "target_hidden_size"):
+        if raw.get(key) and raw[key] != raw["hidden_size"]:
+            raise HeadError(f"{where}: {key}={raw[key]!r} is not supported for an EAGLE-1 head")
+    return {"layernorms": bool(raw.get("layernorms"))}
+
+
 def _eagle3_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Read what only an EAGLE-3 config says; layer ids are taken as they are, at top level or in `eagle_config`."""
-    hidden, nested = raw["hidden_size"], raw.get("eagle_config") or {}
-    for key, only in {"num_hidden_layers": 1, "target_hidden_size": hidden, "num_aux_hidden_states": AUX_STATES}.items():
-        if raw.get(key) not in (only, None):
-            raise HeadError(f"{where}: {key}={raw[key]!r} is not supported for an EAGLE-3 head (only {only!r})")
-    name = "eagle_aux_hidden_state_layer_ids"
-    layers = tuple(map(int, raw.get(name) or nested.get(name) or nested.get("layer_ids") or ()))
-    if len(layers) not in (0, AUX_STATES):
-        raise HeadError(f"{where}: {name}={list(layers)} must name {AUX_STATES} layers of the target")
-    return {"draft_vocab_size": int(raw.get("draft_vocab_size") or raw["vocab_size"]), "aux_layers": layers}
-
-
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Read rotary settings in both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
-    merged: dict[str, Any] = {"rope_type": "default", "rope_theta": float(raw.get("rope_theta") or 10000.0)}
-    merged.update(raw.get("rope_scaling") or {})
-    merged.update(raw.get("rope_parameters") or {})
-    merged["rope_type"] = merged.pop("type", merged["rope_type"])
-    return merged
+    nested = raw.get("eagle_config") or {}
+    if raw.get("layernorms"):
+        raise HeadError(f"{where}: layernorms={raw['layernorms']!r} is not supported for an EAGLE-3 head")
+    layers = tuple(map(int, raw.get(AUX_IDS) or nested.get(AUX_IDS) or nested.get("layer_ids") or ()))
+    count = int(raw.get("num_aux_hidden_states") or len(layers) or AUX_STATES)
+    if len(layers) not in (0, count):
+        raise HeadError(f"{where}: {AUX_IDS}={list(layers)} must name {count} layers of the target")
+    flags = {name: bool(raw.get(name, nested.get(name, False))) for name in NORM_FLAGS}
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise HeadError(f"{where}: norm_before_fc and fc_norm exclude each other; a head has one of the two")
+    wide = int(raw.get("target_hidden_size") or raw["hidden_size"])
+    return {
+        "draft_vocab_size": int(raw.get("draft_vocab_size") or raw["vocab_size"]),
+        "aux_layers": layers,
+        "num_aux": count,
+        "target_hidden_size": None if wide == raw["hidden_size"] else wide,
+        **flags,
+    }

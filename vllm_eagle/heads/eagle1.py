@@ -16,39 +16,29 @@ import torch
 from torch import Tensor, nn
 
 from vllm_eagle.heads.config import HeadConfig
-from vllm_eagle.heads.layers import MLP, Attend, Attention, RMSNorm
+from vllm_eagle.heads.layers import Attend, BaseHead, DecoderLayer, RMSNorm
 from vllm_eagle.heads.rope import Rotary
 
 
-class DecoderLayer(nn.Module):
-    """Apply one Llama layer; the first layer of a head has no input norm (EAGLE-1's released code)."""
-
-    def __init__(self, config: HeadConfig, index: int) -> None:
-        super().__init__()
-        self.index = index
-        if index > 0:
-            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        normed = self.input_layernorm(x) if self.index > 0 else x
-        x = x + self.self_attn(normed, self.index, angles, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
-
-
-class EagleHead(nn.Module):
+class EagleHead(BaseHead):
     """Predict the target's next feature from its features and the tokens one step ahead (EAGLE-1, section 4.1).
 
-    Embedding and LM head are the target's and stay with their owner; no final norm follows the last layer.
+    The LM head is the target's and stays with its owner, as does the embedding unless the folder holds another. Released
+    heads have no norm but the layers' own; `layernorms` (HASS) adds one to the embedding, to the first layer and before
+    the LM head, outside of what the next step reads.
     """
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+
+        def norm() -> RMSNorm | None:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps) if config.layernorms else None
+
+        self.embed_tokens = self._own_embedding(config)
+        self.embedding_layernorm, self.pre_lm_head_layernorm = norm(), norm()
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fusion_bias)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i, i > 0 or config.layernorms) for i in range(config.num_layers))
         self.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -56,6 +46,8 @@ class EagleHead(nn.Module):
 
         `embeddings` [..., D] of the tokens one step ahead, `features` [..., D], `positions` [...] of the features.
         """
+        if self.embedding_layernorm is not None:
+            embeddings = self.embedding_layernorm(embeddings)
         x = self.fc(torch.cat((embeddings, features), dim=-1))
         angles = self.rotary.angles(positions)
         for layer in self.layers:
@@ -66,6 +58,10 @@ class EagleHead(nn.Module):
         """Return the features [..., D] of true positions: the target's states as they are."""
         return states
 
+    def normed(self, features: Tensor) -> Tensor:
+        """Return what the LM head reads [..., D]."""
+        return features if self.pre_lm_head_layernorm is None else self.pre_lm_head_layernorm(features)
+
     def readout(self, features: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two factors of the draft's logits: the features themselves and the target's LM head [V, D]."""
-        return features, lm_head
+        """Return the two factors of the draft's logits: what the LM head reads, and the target's LM head [V, D]."""
+        return self.normed(features), lm_head

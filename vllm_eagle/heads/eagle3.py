@@ -1,4 +1,4 @@
-"""The EAGLE-3 head: one decoder layer over states of three of the target's layers, with an LM head of its own.
+"""The EAGLE-3 head: a decoder layer over states of three of the target's layers, with an LM head of its own.
 
     position        0    1    2   ...   i
     states          s0   s1   s2  ...   si      inputs of a low, a middle and a high layer of the target, side by side
@@ -6,7 +6,11 @@
     token one ahead t1   t2   t3  ...   ti+1    known already
     output          a0   a1   a2  ...   ai      before `norm`: the next step's g; after it, what the LM head reads
 
-Shapes: `...` leading dimensions (tokens, or batch and tokens), `D` hidden, `V` vocabulary, `S` draft vocabulary.
+Variants (EAGLE-3.1, `speculators`), each a flag: `norm_before_fc` norms s as a whole, `fc_norm` each of its states;
+`norm_before_residual` makes the normed g the residual; `norm_output` makes the normed a the next step's g.
+
+Shapes: `...` leading dimensions (tokens, or batch and tokens), `D` hidden, `E` hidden of the
+target, `A` states read, `V` vocabulary, `S` draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm_eagle.errors import HeadError
-from vllm_eagle.heads.config import AUX_STATES, HeadConfig
-from vllm_eagle.heads.layers import MLP, Attend, Attention, RMSNorm
+from vllm_eagle.heads.config import HeadConfig
+from vllm_eagle.heads.layers import MLP, Attend, Attention, BaseHead, DecoderLayer, RMSNorm
 from vllm_eagle.heads.rope import Rotary
 
 
@@ -26,6 +30,7 @@ class FusedLayer(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = Attention(config, 2 * hidden)
@@ -33,17 +38,18 @@ class FusedLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, embeddings: Tensor, features: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Return [..., D]; the residual is the feature as it came, not normed."""
-        both = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(features)), dim=-1)
-        x = features + self.self_attn(both, 0, angles, attend)
+        """Return [..., D]; the residual is the feature as it came, unless it is to be normed before."""
+        normed = self.hidden_norm(features)
+        both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
+        x = (normed if self.norm_before_residual else features) + self.self_attn(both, 0, angles, attend)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-class Eagle3Head(nn.Module):
-    """Predict the target's next token from three of its layers and the token one step ahead (EAGLE-3, section 3).
+class Eagle3Head(BaseHead):
+    """Predict the target's next token from some of its layers and the token one step ahead (EAGLE-3, section 3).
 
-    The embedding is the target's and stays with its owner. `d2t` [S] is an offset: row i of the LM head is token
-    i + d2t[i] of the target; `t2d` [V] tells which tokens have a row.
+    The embedding is the target's and stays with its owner unless the folder holds another. `d2t` [S] is an offset: row i of
+    the LM head is token i + d2t[i] of the target; `t2d` [V] tells which tokens have a row.
     """
 
     d2t: Tensor
@@ -53,10 +59,15 @@ class Eagle3Head(nn.Module):
         super().__init__()
         assert config.draft_vocab_size is not None, "not the configuration of an EAGLE-3 head"
         self.config = config
-        self.fc = nn.Linear(AUX_STATES * config.hidden_size, config.hidden_size, bias=config.fusion_bias)
+        hidden, eps, wide = config.hidden_size, config.rms_norm_eps, config.target_size
+        self.embed_tokens = self._own_embedding(config)
+        self.input_norm = RMSNorm(config.num_aux * wide, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(wide, eps) for _ in range(config.num_aux)) if config.fc_norm else None
+        self.fc = nn.Linear(config.num_aux * wide, hidden, bias=config.fusion_bias)
         self.midlayer = FusedLayer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in range(1, config.num_layers)})
+        self.norm = RMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
@@ -83,15 +94,28 @@ class Eagle3Head(nn.Module):
 
         `embeddings` [..., D] of the tokens one step ahead, `features` [..., D], `positions` [...] of the features.
         """
-        return self.midlayer(embeddings, features, self.rotary.angles(positions), attend)  # type: ignore[no-any-return]
+        angles = self.rotary.angles(positions)
+        x = self.midlayer(embeddings, features, angles, attend)
+        for layer in self.layers.values():
+            x = layer(x, angles, attend)
+        return self.norm(x) if self.config.norm_output else x  # type: ignore[no-any-return]
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Return the features [..., D] of true positions from the target's states [..., 3D], low layer first."""
+        """Return the features [..., D] of true positions from the target's states [..., A*E], in the order of the layers."""
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(states)  # type: ignore[no-any-return]
+
+    def normed(self, features: Tensor) -> Tensor:
+        """Return what the LM head reads [..., D]."""
+        return features if self.config.norm_output else self.norm(features)
 
     def readout(self, features: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two factors of the draft's logits: normed features and the head's own rows [S, D].
 
         `lm_head`, the target's, is not used: it is there for heads that borrow it.
         """
-        return self.norm(features), self.lm_head.weight
+        return self.normed(features), self.lm_head.weight

@@ -1,10 +1,12 @@
 """The parts of a Llama layer that every head is made of, with the attending left to the caller.
 
-Shapes: `...` leading dimensions (tokens, or batch and tokens), `H` heads, `G` K/V heads, `K` head size.
+Shapes: `...` leading dimensions (tokens, or batch and tokens), `D` hidden, `H` heads, `G` K/V heads, `K` head size, `V` words.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -46,7 +48,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, config.num_heads * size, bias=bias)
         self.k_proj = nn.Linear(width, config.num_kv_heads * size, bias=bias)
         self.v_proj = nn.Linear(width, config.num_kv_heads * size, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * size, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Tensor, layer: int, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         split = (*x.shape[:-1], -1, self.size)
@@ -68,3 +70,49 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Apply one Llama layer, with or without a norm before its attention."""
+
+    def __init__(self, config: HeadConfig, index: int, normed: bool = True) -> None:
+        super().__init__()
+        self.index = index
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if normed else None
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.self_attn(normed, self.index, angles, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class BaseHead(nn.Module):
+    """Hold what every kind of head has: an embedding of its own, or the target's."""
+
+    config: HeadConfig
+    embed_tokens: nn.Embedding | None
+
+    def _own_embedding(self, config: HeadConfig) -> nn.Embedding | None:
+        return nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+
+    def embedding(self, shared: Tensor) -> Tensor:
+        """Return the rows [V, D] that tokens are embedded with; `shared`, the target's, for a head without its own."""
+        return shared if self.embed_tokens is None else self.embed_tokens.weight
+
+    @torch.no_grad()
+    def share_embedding(self, embed: Callable[[Tensor], Tensor], rows: int = 4096) -> Callable[[Tensor], Tensor]:
+        """Return what maps tokens [n] to [n, D]: `embed`, the target's, unless the head's own rows differ from it.
+
+        Rows that do not differ are let go: a copy is most of a released head's folder.
+        """
+        if self.embed_tokens is None:
+            return embed
+        own = self.embed_tokens.weight
+        parts = torch.split(torch.arange(len(own), device=own.device), rows)
+        if not all(torch.equal(embed(part).to(own.dtype), own[part]) for part in parts):
+            return self.embed_tokens
+        self.embed_tokens, self.config = None, replace(self.config, own_embedding=False)
+        return embed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError, HeadError
 from vllm_eagle.heads.checkpoint import check_folder
 from vllm_eagle.heads.config import HeadConfig
+from vllm_eagle.heads.target import TargetShape, misfits
 from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
 
 TESTED = ("0.32.0",)
@@ -71,7 +71,7 @@ def check_config(config: VllmConfig) -> None:
     _check_target(config)
     options = read_options(config)
     _check_sizes(config, options)
-    head = None if options.model is None else check_folder(Path(options.model))
+    head = None if options.model is None else check_folder(options.folder).reading(options.aux_layers)
     if head is not None:
         _check_head(config, head, str(options.model))
     _check_vocabulary(config, options, head)
@@ -159,17 +159,6 @@ def _check_vocabulary(config: VllmConfig, options: Options, head: HeadConfig | N
 def _check_head(config: VllmConfig, head: HeadConfig, folder: str) -> None:
     model = config.model_config
     layers = model.get_num_layers(config.parallel_config)
-    if outside := [layer for layer in head.states_read(layers) if not 0 <= layer <= layers]:
-        raise HeadError(
-            f"head {folder} reads layer {outside[0]}, target {model.model} has {layers}; it was trained for another target"
-        )
-    if head.hidden_size != model.get_hidden_size():
-        raise HeadError(
-            f"head {folder} has hidden size {head.hidden_size}, target {model.model} has {model.get_hidden_size()};"
-            f" it was trained for another target"
-        )
-    if head.vocab_size != model.get_vocab_size():
-        raise HeadError(
-            f"head {folder} has a vocabulary of {head.vocab_size}, target {model.model} of {model.get_vocab_size()};"
-            f" it was trained for another target"
-        )
+    target = TargetShape(str(model.model), model.get_hidden_size(), model.get_vocab_size(), layers)
+    if reasons := misfits(head, folder, target):
+        raise HeadError(reasons[0])

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 
+from vllm_eagle.checkpoints.cli import read_layers
 from vllm_eagle.config import AUTO, KEY
 from vllm_eagle.errors import EagleError
 from vllm_eagle.speculate import speculate
@@ -28,6 +29,7 @@ _OPTION_OF = {
     "speculative_draft_vocab": "draft_vocab",
     "speculative_max_context": "max_context",
     "speculative_trace": "trace",
+    "speculative_aux_layers": "aux_layers",
 }
 
 
@@ -43,7 +45,12 @@ def _count_or_auto(text: str) -> int | str:
 
 
 _FLAGS = (
-    ("--speculative-model", str, "HEAD", "Folder of the EAGLE head; this alone switches trees on."),
+    (
+        "--speculative-model",
+        str,
+        "HEAD",
+        "Folder of the EAGLE head, or its OWNER/NAME on a hub; this alone switches trees on.",
+    ),
     (
         "--speculative-tree-size",
         _count_or_auto,
@@ -75,6 +82,12 @@ _FLAGS = (
         str,
         "FOLDER",
         "Write a page about every request that asks for it (vllm_xargs speculative_trace=true): its trees, step by step.",
+    ),
+    (
+        "--speculative-aux-layers",
+        read_layers,
+        "I,J,K",
+        "Layers of the target whose inputs an EAGLE-3 head reads (default: those its config.json names, or 2, n/2, n-3).",
     ),
 )
 

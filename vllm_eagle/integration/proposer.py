@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +58,12 @@ class TreeProposer:
     def load_model(self, target: nn.Module) -> None:
         """Load the head and share the target's embedding and LM head."""
         if self.options.model is not None:
-            self.head = load_head(self.options.model, self.config.model_config.dtype)
+            self.head = load_head(self.options.folder, self.config.model_config.dtype)
+            embed = self.head.share_embedding(target.model.embed_tokens)
             candidates = self._candidates(target, self.head)
             use_packed_linears(self.head)
             self.layers = self._attention_layers(self.head)
-            drafter: Drafter | None = HeadDrafter(self.head, target.model.embed_tokens, candidates, self.growth)
+            drafter: Drafter | None = HeadDrafter(self.head, embed, candidates, self.growth)
         else:
             drafter = None
         if self.options.drafter != HEAD_DRAFTER:
@@ -94,7 +94,7 @@ class TreeProposer:
         if self.options.model is None:
             return ()
         layers = self.config.model_config.get_num_layers(self.config.parallel_config)
-        return check_folder(Path(self.options.model)).states_read(layers)
+        return check_folder(self.options.folder).reading(self.options.aux_layers).states_read(layers)
 
     def _longest(self) -> int:
         """Return the longest request to draft for: within its user's limit, and with no level beyond the head's positions."""
@@ -125,18 +125,20 @@ class TreeProposer:
             ]
 
     def _candidates(self, target: Any, head: AnyHead) -> DraftVocabulary:
+        normed = head.normed
         if isinstance(head, Eagle3Head):
-            product, norm = eight_bit_linear(head.lm_head.weight.detach()), head.norm
+            product = eight_bit_linear(head.lm_head.weight.detach())
             del head.lm_head  # the product holds it
-            return DraftVocabulary(lambda features: product(norm(features)), head.vocabulary)
+            return DraftVocabulary(lambda features: product(normed(features)), head.vocabulary)
         file, size = self.options.vocabulary_file(), self.config.model_config.get_vocab_size()
         table = getattr(target, "lm_head", target.model.embed_tokens).weight  # Gemma-2 ties the two by having one
         if file is not None:
             tokens = read_vocabulary(Path(file), size)
-            return DraftVocabulary(eight_bit_linear(table[tokens]), tokens)
+            rows = eight_bit_linear(table[tokens])
+            return DraftVocabulary(lambda features: rows(normed(features)), tokens)
         if target.logits_processor.soft_cap is None:
-            return DraftVocabulary(target.compute_logits)
-        return DraftVocabulary(partial(functional.linear, weight=table[:size]))  # a head learns the capped logits themselves
+            return DraftVocabulary(lambda features: target.compute_logits(normed(features)))
+        return DraftVocabulary(lambda features: functional.linear(normed(features), table[:size]))  # learnt uncapped
 
 
 def _load_class(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Commands that train a head: generate, capture, fit, evaluate, export, and train for the way from prompts to a head."""
+"""Commands that train a head: generate, capture, fit, evaluate, and train for the way from prompts to a head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_eagle.checkpoints.cli import read_layers
 from vllm_eagle.errors import EagleError
 
 if TYPE_CHECKING:
@@ -59,14 +60,6 @@ written greedily; capture their features first.
 """
 
 
-_EXPORT = """\
-Write a head again in another layout: original (what fit writes, and most released heads are) or speculators (EAGLE-1 as
-that library kept it). The numbers stay bit for bit; the draft vocabulary and the model card are copied beside them.
-
-  example: vllm-eagle export heads/mine/head --layout speculators --model MODEL --out heads/mine-speculators
-"""
-
-
 _TRAIN = """\
 Make a head for a model, from its prompts to an exported head: generate, capture, fit, and a model card. Each step
 resumes, so the same command continues after a kill and picks up where it stopped.
@@ -81,7 +74,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_capture(subparsers)
     _add_fit(subparsers)
     _add_evaluate(subparsers)
-    _add_export(subparsers)
     _add_train(subparsers)
 
 
@@ -211,6 +203,7 @@ def _add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     cmd.add_argument("--tree-depth", type=int, help="levels of a tree (default 5)")
     cmd.add_argument("--tree-top-k", type=int, help="nodes expanded on a level, and candidates of each (default 8)")
     cmd.add_argument("--tree", help="JSON file of a static tree, instead of a dynamic one")
+    cmd.add_argument("--aux-layers", type=read_layers, metavar="I,J,K", help="layers an EAGLE-3 head is to read instead")
     cmd.set_defaults(run=_evaluate)
 
 
@@ -219,25 +212,9 @@ def _evaluate(args: argparse.Namespace) -> None:
     from vllm_eagle.train.judge import as_json, judge
 
     options = Options(str(args.head), args.tree_size, args.tree_depth, args.tree_top_k, args.tree)
-    judged = judge(args.model, args.head, args.features, options.growth(), args.limit)
+    judged = judge(args.model, args.head, args.features, options.growth(), args.limit, args.aux_layers)
     print(judged.lines())
     print(as_json(judged, args.head))
-
-
-def _add_export(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    cmd = _command(subparsers, "export", _EXPORT)
-    cmd.add_argument("head", type=Path, metavar="HEAD", help="folder of the head")
-    cmd.add_argument("--layout", choices=("original", "speculators"), required=True)
-    cmd.add_argument("--out", type=Path, required=True, help="folder for the head in that layout")
-    cmd.add_argument("--model", type=Path, help="folder of the target, which the speculators layout names")
-    cmd.set_defaults(run=_export)
-
-
-def _export(args: argparse.Namespace) -> None:
-    from vllm_eagle.train.export import export
-
-    export(args.head, args.layout, args.out, args.model)
-    print(f"{args.out}: {args.layout} layout")
 
 
 def _add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from vllm_eagle.errors import EagleError
 from vllm_eagle.heads import AnyHead, HeadConfig
+from vllm_eagle.heads.flags import NORM_FLAGS
 from vllm_eagle.train import optimizers
 from vllm_eagle.train.batches import PackedBatch, Sampler, Share, split
 from vllm_eagle.train.curves import draw, open_board
@@ -25,6 +26,11 @@ from vllm_eagle.train.state import Journal, Record, load_state, mean_record, sav
 from vllm_eagle.train.trainable import TrainableHead, trainable
 from vllm_eagle.train.words import Words
 
+_SAME = (
+    *("kind", "num_layers", "intermediate_size", "aux_layers", "fusion_bias", "qkv_bias", "o_bias", "layernorms"),
+    *("target_hidden_size", "own_embedding", *NORM_FLAGS),
+)
+"""What a head must have in common with the one that continues it."""
 _START_ROUNDS = 200_000  # 170 for each of the 1,152 inputs of a 576-wide EAGLE-1 head: its linear start overfits with 35
 
 
@@ -86,7 +92,7 @@ class Fit:
     def __post_init__(self) -> None:
         if self.start is None:
             return
-        for name in ("kind", "num_layers", "intermediate_size", "aux_layers"):
+        for name in _SAME:
             theirs, ours = getattr(self.start.config, name), getattr(self.head_config, name)
             grows = name == "num_layers" and theirs < ours  # layers added start as the identity
             if theirs != ours and not grows:

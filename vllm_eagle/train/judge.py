@@ -20,13 +20,16 @@ from vllm_eagle.train.words import Ends
 from vllm_eagle.tree import Growth
 
 
-def judge(model: Path, head_folder: Path, features: Path, growth: Growth, limit: int | None) -> Judgement:
+def judge(
+    model: Path, head_folder: Path, features: Path, growth: Growth, limit: int | None, aux_layers: Sequence[int] | None = None
+) -> Judgement:
     """Score the head in `head_folder` on up to `limit` answers of `features`.
 
     The chain is drafted from every position of the answers, trees of `growth` from those positions that serving lands on.
+    `aux_layers` of the target are read in place of those the head names.
     """
     head, ends = load_head(head_folder), Ends.load(model)
-    layers = head.config.states_read(count_layers(model))
+    layers = head.config.reading(aux_layers).states_read(count_layers(model))
     examples: Sequence[Example] = read_examples(features, layers)[:limit]
     ends.check(examples, layers)
     words = ends.words(_vocabulary(head, head_folder))

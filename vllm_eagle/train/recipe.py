@@ -53,6 +53,8 @@ def fit_and_export(recipe: Recipe) -> str | None:
     ends.check(examples, layers)
     frequent = frequent_tokens(examples, len(ends.lm_head), settings.draft_vocabulary)
     start = load_head(recipe.start) if recipe.start else None
+    if start is not None:
+        start.share_embedding(lambda ids: ends.embedding[ids])
     eagle3 = settings.recipe == "eagle3"
     plan = _eagle3(recipe, ends, frequent, start, layers) if eagle3 else _eagle1(recipe, ends, frequent)
     fit = Fit(settings.fit, *plan, examples, recipe.out, partial(save_head, folder=folder), team, start)

@@ -40,8 +40,8 @@ def rollout(head: Head, batch: PackedBatch, words: Words, depths: int, width: in
     the head's best `width`: no tree of that width contains it. `noise` [N, D] is added to the target's states.
     """
     features = head.fuse(batch.features if noise is None else batch.features + noise)
-    slots = SlotAttention(batch.slots)
-    out = head(words.embedding[batch.tokens], features, batch.positions, slots)[batch.start]  # [R, D]
+    slots, embedding = SlotAttention(batch.slots), head.embedding(words.embedding)
+    out = head(embedding[batch.tokens], features, batch.positions, slots)[batch.start]  # [R, D]
     rows = Rows.all_of(batch)
     attend = RoundAttention(batch, slots, rows)
     depth = _judge(head, out, batch, words, rows, 0)
@@ -53,7 +53,7 @@ def rollout(head: Head, batch: PackedBatch, words: Words, depths: int, width: in
             return
         attend.next_depth(kept, rows)
         place = batch.start[rows.index] + s
-        out = head(words.embedding[batch.tokens[place]], out[kept], batch.positions[place], attend)
+        out = head(embedding[batch.tokens[place]], out[kept], batch.positions[place], attend)
         depth = _judge(head, out, batch, words, rows, s)
         yield depth
 

@@ -50,7 +50,7 @@ class AnswerCache:
         """See `HeadCache`."""
         rounds, width = len(rows.num_rows), len(rows.words) // len(rows.num_rows)
         seen = (rows.words.unsqueeze(1) >> torch.arange(len(tree_key) // rounds)) & 1 == 1  # [R*F, S]
-        used = int(seen.any(0).sum())  # scratch is filled from the front; what lies behind was never written
+        used = int(seen.any(0).nonzero().max()) + 1  # a level's own rows come last; what lies behind was never written
         own_key, own_value = (
             x.view(rounds, -1, *x.shape[1:])[:, :used].repeat_interleave(width, 0) for x in (tree_key, tree_value)
         )
@@ -77,7 +77,8 @@ def draft_everywhere(head: AnyHead, example: Example, words: Words, growth: Grow
         hidden, lm_head = head.readout(features, words.lm_head)
         return hidden @ lm_head.T
 
-    drafter = HeadDrafter(head, lambda ids: words.embedding[ids], DraftVocabulary(logits, words.vocabulary), growth)
+    embedding = head.embedding(words.embedding)
+    drafter = HeadDrafter(head, lambda ids: embedding[ids], DraftVocabulary(logits, words.vocabulary), growth)
     return drafter.draft(known, AnswerCache(batch))
 
 

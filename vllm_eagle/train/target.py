@@ -81,6 +81,13 @@ def count_layers(target: Path) -> int:
     return int(AutoConfig.from_pretrained(target).num_hidden_layers)
 
 
+_COPIED = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+)
+"""What a head of ours takes over from its target."""
+
+
 def head_config(
     target: Path,
     num_layers: int,
@@ -92,7 +99,8 @@ def head_config(
 
     With a `draft_vocab_size` it is an EAGLE-3 head that reads the inputs of the target's `aux_layers`.
     """
-    raw = AutoConfig.from_pretrained(target).to_dict()
+    theirs = AutoConfig.from_pretrained(target).to_dict()
+    raw = {key: theirs[key] for key in _COPIED if key in theirs}
     wanted: dict[str, Any] = {"num_hidden_layers": num_layers, "bias": False, "qkv_bias": False}
     if draft_vocab_size is not None:
         wanted |= {"draft_vocab_size": draft_vocab_size, "eagle_aux_hidden_state_layer_ids": aux_layers}

@@ -75,6 +75,9 @@ class TrainableHead(nn.Module, ABC):
     def _layers(self, name: str) -> list[nn.Linear]:
         return [part for path, part in self.head.named_modules() if isinstance(part, nn.Linear) and path.endswith(name)]
 
+    def embedding(self, shared: Tensor) -> Tensor:
+        return self.head.embedding(shared)
+
     def fuse(self, states: Tensor) -> Tensor:
         return self.head.fuse(states)
 
