@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_eagle.doctor import curve, installation, machine
+from vllm_eagle.doctor import installation, machine
 from vllm_eagle.doctor.finding import Finding, Level, bad, good, note
 from vllm_eagle.envs import preload
 from vllm_eagle.errors import EagleError
@@ -73,6 +73,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     if "error" in measured:
         yield bad(f"an engine does not start: {measured['error']}", "start `vllm serve` with the same flags to see its log")
         return
+    from vllm_eagle.doctor import curve  # numpy
+
     yield note(
         f"a step of the target without context, by rows:\n{curve.plot(measured['rows'], measured['seconds'])}",
         curve.advice(measured["rows"], measured["seconds"]),
