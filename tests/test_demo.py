@@ -24,6 +24,7 @@ def test_demo_ends_with_its_table(tmp_path: Path) -> None:
         target,
         "--head",
         head,
+        tiny_head(tmp_path / "weak"),
         "--prompts",
         "2",
         "--tokens",
@@ -34,8 +35,9 @@ def test_demo_ends_with_its_table(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "texts identical: 2 of 2" in done.stdout
-    (tree,) = re.findall(r"trees of 12 nodes +([\d.]+) +([\d.]+) +([\d.]+)", done.stdout)
-    assert float(tree[2]) > 1.0
+    tree, weak = re.findall(r"trees of 12 nodes, (\w+) +([\d.]+) +([\d.]+) +([\d.]+)", done.stdout)
+    assert (tree[0], weak[0]) == ("head", "weak")
+    assert float(tree[3]) > float(weak[3]) >= 1.0
 
 
 def test_help_and_bad_input() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from vllm_eagle.envs import preload
 
 _ABOUT = """\
-Answer a few prompts twice, with plain vLLM and with trees, side by side in one process; the text streams as it is
-written. Ends with a table: tokens per second of both, their ratio, the mean accepted length, and whether the texts are
-identical. Without options it uses SmolLM2-135M-Instruct and the head that comes with the repository.
+Answer a few prompts with plain vLLM and with trees, side by side in one process, once for each head; the text streams
+as it is written. Ends with a table: tokens per second of all, their ratio, the mean accepted length, and whether the
+texts are identical. Without options it uses SmolLM2-135M-Instruct and the heads that come with the repository.
 """
 
 
@@ -27,7 +27,12 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     command.add_argument(
         "--model", type=Path, help="folder of the target (default: SmolLM2-135M-Instruct, prepared on first use)"
     )
-    command.add_argument("--head", type=Path, help="folder of its EAGLE head (default: the one in examples/heads)")
+    command.add_argument(
+        "--head",
+        type=Path,
+        nargs="+",
+        help="folders of its EAGLE heads, compared with each other (default: those in examples/heads)",
+    )
     command.add_argument("--tree-size", type=int, default=12, metavar="N", help="most nodes of a tree (default: %(default)s)")
     command.add_argument("--tree-depth", type=int, default=4, metavar="N", help="levels of the tree (default: %(default)s)")
     command.add_argument("--tokens", type=int, default=96, metavar="N", help="length of an answer (default: %(default)s)")
@@ -39,12 +44,12 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _run(arguments: argparse.Namespace) -> int:
     prepare_process()
-    from vllm_eagle.demo.model import demo_head, demo_model
+    from vllm_eagle.demo.model import demo_heads, demo_model
     from vllm_eagle.demo.show import show
 
     return show(
         arguments.model or demo_model(),
-        arguments.head or demo_head(),
+        arguments.head or demo_heads(),
         tree_size=arguments.tree_size,
         tree_depth=arguments.tree_depth,
         tokens=arguments.tokens,

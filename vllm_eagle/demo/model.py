@@ -25,12 +25,18 @@ def demo_model() -> Path:
     return folder
 
 
+def demo_heads() -> list[Path]:
+    """Return the folders of the heads that come with the repository, the usual one first; raises `EagleError`."""
+    folder = Path(__file__).parents[2] / "examples" / "heads"
+    found = sorted(path.parent for path in folder.glob("smollm2-135m-*/config.json"))
+    if not found:
+        raise EagleError(f"no demo head in {folder}; run from a clone of the repository, or give --head")
+    return found
+
+
 def demo_head() -> Path:
-    """Return the folder of the head that comes with the repository."""
-    folder = Path(__file__).parents[2] / "examples" / "heads" / "smollm2-135m-eagle1"
-    if not folder.is_dir():
-        raise EagleError(f"the demo head is not in {folder}; run from a clone of the repository, or give --head")
-    return folder
+    """Return the folder of the usual one."""
+    return demo_heads()[0]
 
 
 def _gguf() -> Path:
