@@ -1,5 +1,6 @@
 #!/bin/sh
-# The commands that made examples/heads/smollm2-135m-eagle1, from the repository's root.
+# The commands that made the heads in examples/heads, from the repository's root: smollm2-135m-eagle1 is the third stage,
+# smollm2-135m-eagle1-two-layers goes on from there with a second layer.
 #   MODEL    folder of SmolLM2-135M-Instruct, float32, Hugging Face layout
 #   PROMPTS  .jsonl of prompts (not needed: their answers are kept in examples/data)
 #   JUDGE    .jsonl of MT-bench's questions; never trained on
@@ -22,6 +23,8 @@ vllm-eagle fit --model "$MODEL" --features "$WORK/features" --out "$WORK/second"
     --settings configs/train/eagle1-second.toml
 torchrun --nproc-per-node 2 -m -- vllm_eagle.cli fit --model "$MODEL" --features "$WORK/features" --out "$WORK/third" \
     --start "$WORK/second/head" --settings configs/train/eagle1-third.toml
+torchrun --nproc-per-node 2 -m -- vllm_eagle.cli fit --model "$MODEL" --features "$WORK/features" --out "$WORK/two" \
+    --start "$WORK/third/head" --settings configs/train/eagle1-two-layers.toml
 
 if [ -n "${JUDGE:-}" ]; then
     vllm-eagle generate --model "$MODEL" --prompts "$JUDGE" --limit 20 --temperatures 0 --max-tokens 128 \
