@@ -50,7 +50,7 @@ def test_69_a_head_with_everything(tied: str, texts: list[list[int]], tmp_path: 
     assert runner.drafter.aux_layers == (1, 0, 1)
     assert isinstance(runner.drafter.drafter.embed, torch.nn.Embedding)  # its own: the target's is wider
     logits = readout(plain, runner.model.compute_logits)
-    embed = plain.share_embedding(runner.model.embed_input_ids)
+    embed = plain.share_embedding(runner.model.model.embed_tokens)
     checked = CheckedDrafter(runner.drafter.drafter, plain, embed, lambda features: logits(features)[:, plain.vocabulary])
     runner.drafter.drafter = checked
     with torch.inference_mode():
@@ -69,7 +69,7 @@ def test_73_a_copy_of_the_embedding_is_shared(tied: str, texts: list[list[int]],
     runner = runner_of(llm)
     assert load_head(tmp_path).config.own_embedding
     assert runner.drafter.head.embed_tokens is None
-    assert runner.drafter.drafter.embed == runner.model.embed_input_ids
+    assert runner.drafter.drafter.embed is runner.model.model.embed_tokens
     assert runner.model.lm_head.weight.data_ptr() == runner.model.model.embed_tokens.weight.data_ptr()  # tied, and so shared
     assert not [weight for weight in runner.drafter.head.parameters() if weight.shape[0] == 256]
     assert generate(llm, prompts(LENGTHS), greedy(12)) == texts
