@@ -20,6 +20,14 @@ def test_defaults_and_round_trip() -> None:
     assert speculate("head")["speculative_config"]["num_speculative_tokens"] == 25
 
 
+def test_trees_follow_the_load_unless_their_shape_is_given(repository: Path) -> None:
+    """Catches a server that is slower than plain decoding under load because nobody chose a size."""
+    shape = repository / "configs" / "tree" / "eagle1_25.json"
+    given: list[dict[str, object]] = [{}, {"tree_size": "auto"}, {"tree_depth": 3}, {"tree_size": 12}, {"tree": str(shape)}]
+    adaptive = [Options.from_mapping({"model": "head", **one}).adaptive for one in given]
+    assert adaptive == [True, True, True, False, False]
+
+
 def test_static_tree(repository: Path) -> None:
     """Catches a static tree whose size vLLM is not told."""
     arguments = speculate("head", tree=str(repository / "configs" / "tree" / "eagle1_25.json"))

@@ -26,7 +26,7 @@ class Options:
     model: str | None = None
     """Folder of the EAGLE head, or its repository on the hub."""
     tree_size: int | str | None = None
-    """Most nodes of a dynamic tree (default 25), or "auto": at most that, and as many as pay at the load of the moment."""
+    """Most nodes of a dynamic tree, or "auto", the default: as many as pay at the load of the moment, at most 25."""
     tree_depth: int | None = None
     """Levels of a dynamic tree (default 5)."""
     tree_top_k: int | None = None
@@ -82,7 +82,7 @@ class Options:
     @property
     def adaptive(self) -> bool:
         """Tell whether the size of trees follows the load."""
-        return self.tree_size == AUTO
+        return self.tree is None and self.tree_size in (None, AUTO)
 
     def growth(self) -> Growth:
         """Build the growth policy; raises `TreeError` for a shape outside the limits."""

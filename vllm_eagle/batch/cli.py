@@ -16,7 +16,7 @@ id and outputs; a row that cannot be answered gets an "error", and the rest goes
 
 Every other flag is vLLM's, as for vllm serve: --model, --speculative-model, --max-num-seqs, ...
 
-  example: vllm-eagle batch in.jsonl out.jsonl --model MODEL --speculative-model HEAD --speculative-tree-size auto
+  example: vllm-eagle batch in.jsonl out.jsonl --model MODEL --speculative-model HEAD
   a row:   {"id": 7, "messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 200, "seed": 1}
 """
 

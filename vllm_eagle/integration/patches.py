@@ -55,7 +55,7 @@ _FLAGS = (
         "--speculative-tree-size",
         _count_or_auto,
         "N",
-        "Most nodes drafted per request and step (default: 25), or 'auto': as many as pay at the current load, or none.",
+        "Nodes drafted per request and step, or 'auto', the default: as many as pay at the current load, 25 at most, or none.",
     ),
     ("--speculative-tree-depth", _count, "N", "Levels of the tree, each one pass of the head (default: 5)."),
     ("--speculative-tree-top-k", _count, "N", "Nodes expanded per level, and candidates of each (default: 8)."),
