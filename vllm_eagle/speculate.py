@@ -24,8 +24,8 @@ def speculate(
 ) -> dict[str, Any]:
     """Return keyword arguments that make `vllm.LLM(...)` speculate with the EAGLE head `model`, a folder or a hub's OWNER/NAME.
 
-    `tree_size` nodes, or "auto", the default: as many as pay, at most 25; `tree_depth` levels (5); `tree_top_k` nodes expanded per
-    level (8); or `tree`, the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all".
+    `tree_size` nodes, or "auto", the default: as many as pay, at most 25; `tree_depth` levels (5); `tree_top_k` nodes expanded
+    per level (8); or `tree`, the JSON file of a static tree. `draft_vocab`: JSON file of the tokens worth drafting, or "all".
     `max_context`: longest request drafted for, in tokens (default: the positions the head was made for). `trace`: folder for
     pages about requests that ask for one. `aux_layers`: layers of the target that an EAGLE-3 head reads, where its config.json
     is silent or wrong. `drafter`: dotted path of another drafter class, with its `drafter_options`. Raises `EagleError`.
