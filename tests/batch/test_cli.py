@@ -117,8 +117,9 @@ def test_two_thousand_rows_killed_five_times(folders: tuple[str, str], command: 
     check(run(made, tmp_path, command, kills=5), made, expected(made, folders[0]))
 
 
-def test_a_flag_vllm_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_vllm_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a traceback, and results of a job that never began."""
+    monkeypatch.setattr("vllm_eagle.demo.cli.prepare_process", lambda: None)  # it may start the process again
     write(tmp_path / "in.jsonl", rows(30))
     assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--no-such-flag", "3"]) == 2
     assert "flags behind IN and OUT are those of vllm serve" in capsys.readouterr().err

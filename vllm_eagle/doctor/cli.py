@@ -61,7 +61,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         return
     fit = _examine("fit", arguments)
     if "error" in fit:
-        yield bad(fit["error"], "vllm-eagle doctor --help says what is looked at; docs/checkpoints.md how heads are told apart")
+        yield bad(fit["error"], f"vllm-eagle inspect {arguments.head} --target {arguments.target} shows what the folder holds")
         return
     yield good(f"{fit['architecture']} of {fit['layers']} layers and this {fit['kind']} head fit, in {fit['dtype']}")
     enough = machine.memory(fit["weights"], fit["cache"])
