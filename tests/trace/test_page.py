@@ -47,7 +47,15 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     """Catches a script that fails in a browser: tokens, colours, the tree of the step asked for, and its path."""
     (tmp_path / "page.html").write_text(page(TRACE, WORDS), encoding="utf-8")
     assert BROWSER is not None
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+    ]
     done = subprocess.run(
         [*command, f"file://{tmp_path}/page.html#step-2"], capture_output=True, text=True, timeout=120, check=True
     )
