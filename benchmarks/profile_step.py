@@ -138,6 +138,7 @@ def start(args: argparse.Namespace, **extra: Any) -> Any:
 
 def measure(llm: Any, watch: Stopwatch, args: argparse.Namespace, count: int) -> dict[str, float]:
     """Serve `count` requests at once; return milliseconds by part, of the step, and tokens a step."""
+    from acceptance import read  # the script beside this one
     from vllm import SamplingParams
 
     prompts = read(args, llm)
@@ -167,17 +168,6 @@ def measure(llm: Any, watch: Stopwatch, args: argparse.Namespace, count: int) ->
     tokens = sum(fresh for _, fresh, _ in steps) / len(steps)
     rounded = {name: round(value, 2) for name, value in parts.items()}
     return {"step": round(whole, 2), "tokens per step": round(tokens, 2), "steps": len(steps), **rounded}
-
-
-def read(args: argparse.Namespace, llm: Any) -> list[list[int]]:
-    tokenizer = llm.get_tokenizer()
-    rows = [json.loads(line) for line in args.prompts.read_text().splitlines()][: args.count]
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["turns"][0]}], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        for row in rows
-    ]
 
 
 def show(result: dict[str, dict[str, float]]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_eagle.doctor import installation, machine
-from vllm_eagle.doctor.finding import Finding, Level, bad, good, note
+from vllm_eagle.doctor.finding import Finding, Level, bad, good
 from vllm_eagle.envs import preload
 from vllm_eagle.errors import EagleError
 
@@ -75,7 +75,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         return
     from vllm_eagle.doctor import curve  # numpy
 
-    yield note(
+    yield Finding(
+        Level.GOOD,
         f"a step of the target without context, by rows:\n{curve.plot(measured['rows'], measured['seconds'])}",
         curve.advice(measured["rows"], measured["seconds"]),
     )

@@ -76,9 +76,11 @@ def _submit(llm: LLM, row: Row) -> None:
 
 def _prompt(llm: LLM, row: Row) -> Any:
     if row.messages is not None:
-        tokens = llm.get_tokenizer().apply_chat_template(
-            row.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        template = llm.get_tokenizer().apply_chat_template
+        try:
+            tokens = template(row.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as wrong:  # whatever a model's template raises is about this row alone
+            raise BadRow(f"messages: the chat template does not take them ({wrong})") from None
         return {"prompt_token_ids": tokens}
     return {"prompt_token_ids": row.prompt} if isinstance(row.prompt, list) else row.prompt
 
