@@ -16,6 +16,7 @@ ORDER = [
     "envs",
     "names",
     "heads",
+    "arguments",
     "checkpoints",
     "tree",
     "attention",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_eagle.arguments import head_folder
 from vllm_eagle.bench.contestants import KNOWN, Contestant, parse_all
 from vllm_eagle.errors import EagleError
 
@@ -48,7 +49,11 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cmd.add_argument("--model", type=Path, help="folder of the target (default: SmolLM2-135M-Instruct, prepared on first use)")
-    cmd.add_argument("--head", type=Path, help="folder of its EAGLE head (default, without --model: the one in examples/heads)")
+    cmd.add_argument(
+        "--head",
+        type=head_folder,
+        help="its EAGLE head, also OWNER/NAME (default, without --model: in examples/heads)",
+    )
     cmd.add_argument(
         "--prompts",
         nargs="+",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vllm_eagle.arguments import read_layers
+
 _INSPECT = """\
 Say what a head is: kind and layout, what it reads and drafts, every setting that changes what it computes, tensors used,
 unused and missing, and how to serve it. Nothing is said by a head's name: kind and layout are told from its folder.
@@ -40,14 +42,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     cmd.add_argument("--model", help="folder or OWNER/NAME of the target, which the speculators layout names")
     cmd.add_argument("--aux-layers", type=read_layers, metavar="I,J,K", help="layers to name in place of the head's own")
     cmd.set_defaults(run=_convert)
-
-
-def read_layers(text: str) -> list[int]:
-    """Read I,J,K of a command line; raises `argparse.ArgumentTypeError`."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers; want I,J,K") from None
 
 
 def _command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from vllm_eagle.arguments import head_folder
 from vllm_eagle.envs import preload
 
 _ABOUT = """\
@@ -29,9 +30,9 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     command.add_argument(
         "--head",
-        type=Path,
+        type=head_folder,
         nargs="+",
-        help="folders of its EAGLE heads, compared with each other (default: those in examples/heads)",
+        help="its EAGLE heads, folders or OWNER/NAME on the hub, compared with each other (default: those in examples/heads)",
     )
     command.add_argument("--tree-size", type=int, default=12, metavar="N", help="most nodes of a tree (default: %(default)s)")
     command.add_argument("--tree-depth", type=int, default=4, metavar="N", help="levels of the tree (default: %(default)s)")

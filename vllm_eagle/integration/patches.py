@@ -15,7 +15,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 
-from vllm_eagle.checkpoints.cli import read_layers
+from vllm_eagle.arguments import read_layers
 from vllm_eagle.config import AUTO, KEY
 from vllm_eagle.errors import EagleError
 from vllm_eagle.speculate import speculate

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_eagle.arguments import head_folder
 from vllm_eagle.errors import EagleError
 
 _ABOUT = """\
@@ -35,7 +36,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     command.add_argument(
         "--model", type=Path, help="folder of the target (default: SmolLM2-135M-Instruct, prepared on first use)"
     )
-    command.add_argument("--head", type=Path, help="folder of its EAGLE head (default: the one in examples/heads)")
+    command.add_argument("--head", type=head_folder, help="its EAGLE head, also OWNER/NAME (default: in examples/heads)")
     command.add_argument("--tree-size", type=int, default=25, metavar="N", help="most nodes of a tree (default: %(default)s)")
     command.add_argument("--tree-depth", type=int, default=5, metavar="N", help="levels of the tree (default: %(default)s)")
     command.add_argument("--tokens", type=int, default=128, metavar="N", help="longest answer (default: %(default)s)")

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_eagle.checkpoints.cli import read_layers
+from vllm_eagle.arguments import head_folder, read_layers
 from vllm_eagle.errors import EagleError
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _add_fit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_fit_options(cmd: argparse.ArgumentParser) -> None:
     cmd.add_argument("--settings", type=Path, help="TOML file with the settings below; --set wins over it")
     cmd.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings, such as steps=2000 depths=4")
-    cmd.add_argument("--start", type=Path, help="exported head to train further")
+    cmd.add_argument("--start", type=head_folder, metavar="HEAD", help="head to train further, also OWNER/NAME on the hub")
     cmd.add_argument("--device", default="cpu", help="cuda where there is one")
     cmd.add_argument("--judge", type=Path, nargs="+", default=[], help="features of other answers, for the model card")
 
@@ -196,7 +196,7 @@ def _fit(args: argparse.Namespace) -> None:
 def _add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     cmd = _command(subparsers, "evaluate", _EVALUATE)
     cmd.add_argument("--model", type=Path, required=True, help="folder of the target, Hugging Face layout")
-    cmd.add_argument("--head", type=Path, required=True, help="folder of the exported head")
+    cmd.add_argument("--head", type=head_folder, required=True, help="folder of the head, or its OWNER/NAME on the hub")
     cmd.add_argument("--features", type=Path, required=True, help="folder that capture wrote for held-out answers")
     cmd.add_argument("--limit", type=int, help="use only the first answers")
     cmd.add_argument("--tree-size", type=int, help="most nodes of a tree (default 25); these options are those of serving")
