@@ -171,18 +171,31 @@ void add_ancestors(Softmax& soft, const float* q, float* acc, uint64_t word, con
                    int64_t key_stride, int64_t value_stride, int size, Scoring scoring) {
   if (scoring.window > 0)
     for (int64_t extra = __builtin_popcountll(word) - scoring.window; extra > 0; --extra) word &= word - 1;
-  for (; word; word &= word - 1) {
-    const int j = __builtin_ctzll(word);
+  const float none = -std::numeric_limits<float>::infinity();
+  int rows[64], n = 0;
+  float weights[64];
+  std::fill(weights, weights + 64, none);
+  float peak = soft.peak;
+  for (; word; word &= word - 1, ++n) {
+    rows[n] = __builtin_ctzll(word);
     vec dot = {};
-    for (int d = 0; d < size; d += LANES) dot += load(q + d) * load(key + j * key_stride + d);
-    const float raw = sum(dot), score = scoring.cap > 0 ? scoring.cap * std::tanh(raw / scoring.cap) : raw;
-    const float peak = std::max(soft.peak, score);
-    const float shrink = std::exp(soft.peak - peak), weight = std::exp(score - peak);
-    soft = {peak, soft.total * shrink + weight};
-    for (int d = 0; d < size; d += LANES) {
-      const vec v = load(acc + d) * shrink + weight * load(value + j * value_stride + d);
-      std::memcpy(acc + d, &v, sizeof v);
-    }
+    for (int d = 0; d < size; d += LANES) dot += load(q + d) * load(key + rows[n] * key_stride + d);
+    const float raw = sum(dot);
+    weights[n] = scoring.cap > 0 ? scoring.cap * std::tanh(raw / scoring.cap) : raw;
+    peak = std::max(peak, weights[n]);
+  }
+  vec total = {};
+  for (int i = 0; i < n; i += LANES) {
+    const vec w = exp_vec(load(weights + i) - peak);
+    std::memcpy(weights + i, &w, sizeof w);
+    total += w;
+  }
+  const float shrink = std::exp(soft.peak - peak);
+  soft = {peak, soft.total * shrink + sum(total)};
+  for (int d = 0; d < size; d += LANES) {
+    vec v = load(acc + d) * shrink;
+    for (int i = 0; i < n; ++i) v += weights[i] * load(value + rows[i] * value_stride + d);
+    std::memcpy(acc + d, &v, sizeof v);
   }
 }
 
