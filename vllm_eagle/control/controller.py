@@ -124,10 +124,11 @@ class Controller:
         if self._frontiers:
             self._width += weight * (float(np.mean(self._frontiers)) - self._width)
         counts = np.minimum(np.ceil(len(values) * self._kept).astype(int), values.size) - 1
-        for at in range(len(self._levels)):
-            pooled = np.sort(np.where(depths <= at + 1, values, 0.0), axis=None)[::-1].cumsum()
-            self._gains[at] += weight * (pooled[counts] / len(values) - self._gains[at])
-            self._levels[at] += weight * (min(at + 1, levels) - self._levels[at])
+        limits = np.arange(1, len(self._levels) + 1)
+        within = np.where(depths.ravel() <= limits[:, None], values.ravel(), 0.0)  # [levels, R*N]
+        pooled = np.sort(within, axis=1)[:, ::-1].cumsum(1)[:, counts]  # [levels, J]
+        self._gains += weight * (pooled / len(values) - self._gains)
+        self._levels += weight * (np.minimum(limits, levels) - self._levels)
 
     def _finish(self) -> None:
         if self._running is not None:

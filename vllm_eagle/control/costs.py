@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -45,11 +46,11 @@ class Curve:
         ratio = seconds / float(self._at(np.asarray([rows], np.float64))[0])
         if self._speeds:
             near = int(np.abs(self._rows - rows).argmin())
-            self._shape[near] *= np.clip(ratio / self._speed, 0.5, 2.0) ** PATIENCE
+            self._shape[near] *= min(max(ratio / self._speed, 0.5), 2.0) ** PATIENCE
             self._shape[:near] = np.minimum(self._shape[:near], self._shape[near])
             self._shape[near:] = np.maximum(self._shape[near:], self._shape[near])
         self._speeds.append(ratio)
-        self._speed = float(np.median(self._speeds))
+        self._speed = median(self._speeds)
 
     def _at(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         inside: NDArray[np.float64] = np.interp(rows, self._rows, self._shape)
@@ -71,7 +72,7 @@ class Costs:
     @property
     def rest(self) -> float:
         """Return the seconds between two steps: scheduling, and handing out tokens."""
-        return float(np.median(self._rest))
+        return median(self._rest)
 
     def observe_rest(self, seconds: float) -> None:
         """Take the time between two steps that followed each other."""
