@@ -58,7 +58,8 @@ class TreeProposer:
     def load_model(self, target: nn.Module) -> None:
         """Load the head and share the target's embedding and LM head."""
         if self.options.model is not None:
-            self.head = load_head(self.options.folder, self.config.model_config.dtype)
+            device = next(target.parameters()).device
+            self.head = load_head(self.options.folder, self.config.model_config.dtype).to(device)
             embed = self.head.share_embedding(target.model.embed_tokens)
             candidates = self._candidates(target, self.head)
             use_packed_linears(self.head)
@@ -129,11 +130,12 @@ class TreeProposer:
         if isinstance(head, Eagle3Head):
             product = eight_bit_linear(head.lm_head.weight.detach())
             del head.lm_head  # the product holds it
-            return DraftVocabulary(lambda features: product(normed(features)), head.vocabulary)
+            words = None if head.vocabulary is None else head.vocabulary.to(next(target.parameters()).device)
+            return DraftVocabulary(lambda features: product(normed(features)), words)
         file, size = self.options.vocabulary_file(), self.config.model_config.get_vocab_size()
         table = getattr(target, "lm_head", target.model.embed_tokens).weight  # Gemma-2 ties the two by having one
         if file is not None:
-            tokens = read_vocabulary(Path(file), size)
+            tokens = read_vocabulary(Path(file), size).to(table.device)
             rows = eight_bit_linear(table[tokens])
             return DraftVocabulary(lambda features: rows(normed(features)), tokens)
         if target.logits_processor.soft_cap is None:

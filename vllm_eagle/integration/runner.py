@@ -40,14 +40,14 @@ from vllm_eagle.integration.step import Step
 from vllm_eagle.integration.thinking import count_thinking
 from vllm_eagle.integration.tracing import Tracer
 from vllm_eagle.integration.watch import AcceptanceWatch
-from vllm_eagle.tree import DraftTree
+from vllm_eagle.tree import DraftTree, TreeRows
 from vllm_eagle.verify import walk, walk_greedy
 
 logger = logging.getLogger(__name__)
 
 
-class TreeRunner(CPUModelRunner):
-    """Verify and draft trees; requests are keyed by id, their batch index is looked up anew every step."""
+class TreeSteps:
+    """Verify and draft trees beside vLLM's runner; requests are keyed by id, their batch index is looked up anew every step."""
 
     drafter: TreeProposer
     tree_attention: TreeAttention
@@ -136,9 +136,9 @@ class TreeRunner(CPUModelRunner):
             slots={group: table.slot_mapping.gpu[:total].clone() for group, table in enumerate(tables)},
         )
         if step.owners:
-            rows, positions = step.positions()
+            rows, positions = (x.to(self.device, non_blocking=True) for x in step.positions())
             self.positions[rows] = positions
-            nodes = step.node_rows()
+            nodes = step.node_rows().to(self.device, non_blocking=True)
             for table in tables:
                 table.slot_mapping.gpu[nodes] = -1
         return prepared
@@ -163,17 +163,20 @@ class TreeRunner(CPUModelRunner):
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         step = self._step
         if step is not None and step.owners and not kwargs.get("for_cudagraph_capture"):
-            index, others = step.positions()[0], step.others()
+            index, others = step.positions()[0].to(self.device), step.others()
             for group in (group for groups in self.attn_groups for group in groups):
                 found = metadata[group.layer_names[0]]
-                rows = step.tree_rows(found.block_table)
+                rows = self._lay_out(step, found.block_table)
                 plain, plain_index = None, index
                 if others:
-                    plain_index, part = _part_of(found, others)
+                    plain_index, part = _part_of(found, others, self.query_start_loc.cpu)
                     plain = group.get_metadata_builder(0).build(0, part)
                 found.trees = Trees(self.tree_attention, rows, index, plain, plain_index)
         self._metadata = metadata
         return metadata, common
+
+    def _lay_out(self, step: Step, block_table: Tensor) -> TreeRows:
+        return step.tree_rows(block_table)
 
     # After it ----------------------------------------------------------------------------------------------------
 
@@ -299,13 +302,14 @@ class TreeRunner(CPUModelRunner):
     def _known(self, step: Step, sampled: list[list[int]], states: Sequence[Tensor]) -> Known:
         batch = self.input_batch
         rows, positions, counts = step.known()
+        index = torch.from_numpy(rows).to(self.device)
         owner = np.repeat(np.arange(len(counts)), counts)
         lengths = batch.num_tokens_no_spec[: len(counts)].tolist()
         return Known(
             request_ids=list(batch.req_ids),
-            features=torch.cat([state[torch.from_numpy(rows)] for state in states], dim=-1),
-            next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)),
-            positions=torch.from_numpy(positions),
+            features=torch.cat([state[index] for state in states], dim=-1),
+            next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)).to(self.device),
+            positions=torch.from_numpy(positions).to(self.device),
             lengths=torch.from_numpy(counts),
             rooms=[self._room(r, length) if sampled[r] else 0 for r, length in enumerate(lengths)],
             histories=[batch.token_ids_cpu[r, :length] for r, length in enumerate(lengths)],
@@ -317,16 +321,19 @@ class TreeRunner(CPUModelRunner):
         return room(self.num_spec_tokens, wish, length, self.drafter.longest, self.max_model_len)
 
 
-def _part_of(metadata: Any, requests: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:
-    """Return the batch rows of some requests, and the common metadata of a batch of them alone."""
-    chosen = torch.tensor(requests)
-    starts = metadata.query_start_loc
+class TreeRunner(TreeSteps, CPUModelRunner):
+    """Serve trees on CPU."""
+
+
+def _part_of(metadata: Any, requests: list[int], starts: Tensor) -> tuple[Tensor, CommonAttentionMetadata]:
+    """Return the batch rows of some requests, and the common metadata of a batch of them alone; `starts` [R+1] on the host."""
+    device, chosen = metadata.seq_lens.device, torch.tensor(requests)
     lengths = (starts[1:] - starts[:-1])[chosen]
-    index = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in requests])
+    index = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in requests]).to(device)
     begin = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)))
     seq_lens = metadata.seq_lens[chosen]
     return index, CommonAttentionMetadata(
-        query_start_loc=begin,
+        query_start_loc=begin.to(device),
         query_start_loc_cpu=begin,
         seq_lens=seq_lens,
         num_reqs=len(requests),
