@@ -68,6 +68,15 @@ def walk_greedy(trees: Sequence[DraftTree | None], taking_part: Sequence[bool], 
     return walk(trees, taking_part, pick)
 
 
+def retrace(trees: Sequence[DraftTree | None], emitted: Sequence[Sequence[int]]) -> Walk:
+    """Return the walk that emitted these tokens, taken where the tokens alone came back; none for a request without any."""
+
+    def told(rows: NDArray[np.int64], so_far: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        return np.array([mine[len(past)] if len(past) < len(mine) else -1 for mine, past in zip(emitted, so_far, strict=True)])
+
+    return walk(trees, [bool(mine) for mine in emitted], told)
+
+
 class _Children:
     """Find the child of a row that carries a token, in all trees at once."""
 
