@@ -20,7 +20,7 @@ from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError
 from vllm_eagle.heads import AnyHead, Eagle3Head, load_head
 from vllm_eagle.heads.checkpoint import check_folder
-from vllm_eagle.integration.checks import check_config, read_options
+from vllm_eagle.integration.checks import check_config, check_worker, read_options
 from vllm_eagle.integration.gemm import eight_bit_linear, use_packed_linears
 from vllm_eagle.names import WORKER
 
@@ -42,8 +42,7 @@ class TreeProposer:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Check everything that can be checked before weights load; raises `EagleError`."""
-        if vllm_config.parallel_config.worker_cls != WORKER:
-            raise EagleError(f"trees need our worker: add --worker-cls {WORKER}")
+        check_worker(vllm_config)
         check_config(vllm_config)
         self.config, self.options = vllm_config, read_options(vllm_config)
         self.growth = self.options.growth()

@@ -74,8 +74,11 @@ class TreeSteps:
         """Choose the tree attention once the cache and its layout are known."""
         super().initialize_kv_cache(*args, **kwargs)  # may make the batch anew
         count_thinking(self.input_batch, self.vllm_config)
-        self.tree_attention = choose_attention(self.compilation_config.static_forward_context)
+        self.tree_attention = self._choose_attention()
         self.drafter.bind(self)
+
+    def _choose_attention(self) -> TreeAttention:
+        return choose_attention(self.compilation_config.static_forward_context)
 
     def measure(self) -> None:
         """Measure what steps cost, where trees follow the load."""
@@ -171,12 +174,15 @@ class TreeSteps:
                 if others:
                     plain_index, part = _part_of(found, others, self.query_start_loc.cpu)
                     plain = group.get_metadata_builder(0).build(0, part)
-                found.trees = Trees(self.tree_attention, rows, index, plain, plain_index)
+                found.trees = self._attach(rows, index, plain, plain_index)
         self._metadata = metadata
         return metadata, common
 
     def _lay_out(self, step: Step, block_table: Tensor) -> TreeRows:
         return step.tree_rows(block_table)
+
+    def _attach(self, rows: TreeRows, index: Tensor, plain: Any, plain_index: Tensor) -> Any:
+        return Trees(self.tree_attention, rows, index, plain, plain_index)
 
     # After it ----------------------------------------------------------------------------------------------------
 
@@ -205,8 +211,6 @@ class TreeSteps:
         assert self._step is not None
         if self._step.owners:
             self._commit(self._step)
-            assert self._step.walk is not None
-            self._watch.observe(self._step.walk, self._step.owners)
 
     @timed(COMMIT)
     def _commit(self, step: Step) -> None:
@@ -257,7 +261,8 @@ class TreeSteps:
         Whatever goes wrong in drafting costs this step's drafts: no text depends on them.
         """
         step, self._step = self._step, None
-        assert step is not None
+        assert step is not None and step.walk is not None
+        self._watch.observe(step.walk, step.owners)
         states = self.drafter.states(hidden_states, aux_hidden_states)
         known = self._backlog.join(self._known(step, sampled_token_ids, states))
         try:
