@@ -1,6 +1,6 @@
 """Tree attention on a GPU, and what stays at fixed addresses there: the layout of a batch's trees, and the K/V they keep.
 
-Shapes: `R` places for requests, `T` tree rows of all trees, `L` layers, `G` K/V heads, `K` head size, `A` accepted nodes at most.
+Shapes: `R` places for requests, `T` tree rows of all trees, `G` K/V heads, `K` head size, `A` accepted nodes at most.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ The one input of every tree attention: of the target (verification) and of the h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ class TreeRows:
         """Lay out the trees to verify: rows root first from `starts` [R], K/V rows beside their queries."""
         counts = torch.tensor([tree.size + 1 for tree in trees], dtype=torch.int32)
         words = torch.cat([torch.from_numpy(tree.words) for tree in trees])
-        return cls(starts, counts, _exclusive_sum(counts), starts, context_len, block_table, words)
+        most = int(counts.max())
+        return cls(starts, counts, _exclusive_sum(counts), starts, context_len, block_table, words, most, most)
 
     @classmethod
     def of_level(cls, words: Tensor, key_stride: int, context_len: Tensor, block_table: Tensor) -> TreeRows:
@@ -53,6 +54,11 @@ class TreeRows:
     def on(self, block_table: Tensor) -> TreeRows:
         """Return the same rows over the blocks of another K/V cache group."""
         return replace(self, block_table=block_table)
+
+    def to(self, device: torch.device) -> TreeRows:
+        """Return the same rows with their tensors on a device."""
+        tensors = {f.name: x.to(device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        return replace(self, **tensors)
 
 
 def _exclusive_sum(counts: Tensor) -> Tensor:
