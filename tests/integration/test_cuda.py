@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import flash_attn
@@ -114,15 +114,26 @@ def test_seeded_on_the_device(base: LLM, tree: LLM, texts: list[list[int]], monk
         )
         for r in range(len(asked))
     ]
-    written = generate(base, asked, params)
+    written, wanted = answers(base, asked, params)
     proposer = runner_of(tree).drafter
     known = [prompt + out for prompt, out in zip(asked, written, strict=True)]
     monkeypatch.setattr(proposer, "drafter", Oracle(None, proposer.growth, texts=known, depth=3, width=2, sibling=1))
     before = counters(tree)
-    assert generate(tree, asked, params) == written
+    got, given = answers(tree, asked, params)
+    assert got == written
+    for mine, plain in zip(given, wanted, strict=True):
+        assert [list(place) for place in mine] == [list(place) for place in plain]
+        flat, flat_plain = ([x.logprob for place in places for x in place.values()] for places in (mine, plain))
+        assert flat == pytest.approx(flat_plain, abs=1e-4)
     seen = since(before, counters(tree))
     assert seen["accepted_tokens"] > seen["drafts"]
     assert runner_of(tree)._draws is not None
+
+
+def answers(llm: LLM, asked: list[list[int]], params: list[SamplingParams]) -> tuple[list[list[int]], list[Any]]:
+    """Return ids and logprobs of each answer."""
+    outs = llm.generate([TokensPrompt(prompt_token_ids=text) for text in asked], params, use_tqdm=False)
+    return [list(out.outputs[0].token_ids) for out in outs], [out.outputs[0].logprobs for out in outs]
 
 
 def test_draws_with_history_go_level_by_level(base: LLM, tree: LLM, oracle: Half) -> None:

@@ -87,6 +87,7 @@ def attend(
     value. `scales`: factors [1] of keys and of values, for fp8 K/V.
     """
     shared = _arguments(query, tree_key, tree_value, rows, scale, output, most_keys, plan, window, soft_cap, sinks, scales)
+    assert key_cache.stride(3) == value_cache.stride(3) == 1
     kv_heads, tiles = tree_key.shape[1], _tiles(query, tree_key, most_rows, plan)
     partial, lse = output, output
     if plan.splits > 1:
@@ -190,7 +191,7 @@ def _arguments(
     """Return what both kernels are told; tensors that are not there are given as `query`, and never read."""
     size = query.shape[2]
     for tensor in (query, tree_key, tree_value, output):
-        assert tensor.stride()[1:] == (size, 1), "heads lie side by side"
+        assert tensor.stride(2) == 1 and (tensor.shape[1] == 1 or tensor.stride(1) == size), "heads lie side by side"
     return {
         "query": query,
         "tree_key": tree_key,
@@ -436,15 +437,16 @@ def _finish(
     if SCALED:
         acc = acc * tl.load(value_scale)
     here = (first + row).to(tl.int64)
+    part_at = here * row_stride + head * head_stride
     for split in range(0, splits):
         part_peak = tl.load(
             lse + split * lse_split_stride + here * lse_row_stride + head * lse_head_stride, mask=valid, other=MINUS_INF
         )
         part_peak = tl.where(part_peak == float("inf"), MINUS_INF, part_peak) * LOG2E
         some = both & (part_peak > MINUS_INF)[:, None]
-        part_at = here * row_stride + head * head_stride
-        part = tl.load(partial + split * split_stride + part_at[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
+        part = tl.load(partial + part_at[:, None] + d[None, :], mask=some, other=0.0).to(tl.float32)
         acc, peak, total = _fold_part(acc, peak, total, part, part_peak)
+        part_at += split_stride
     if SINKS:
         acc, peak, total = _add_sink(acc, peak, total, sinks, head, valid)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -84,8 +85,8 @@ class TreeFlashAttentionImpl(_Trees, FlashAttentionImpl):
         tree_query = query[trees.index]
         context, lse = flash_attn.flash_attn_varlen_func(
             q=tree_query,
-            k=cache[..., :size].transpose(1, 2),
-            v=cache[..., size:].transpose(1, 2),
+            k=canonicalize_singleton_dim_strides(cache[..., :size].transpose(1, 2)),
+            v=canonicalize_singleton_dim_strides(cache[..., size:].transpose(1, 2)),
             cu_seqlens_q=trees.first_rows,
             max_seqlen_q=rows.most_rows,
             seqused_k=rows.context_len,

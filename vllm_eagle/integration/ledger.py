@@ -163,6 +163,8 @@ CUDA_TOUCHES = (
     Touch("vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder",
           "subclassed (CUDA): _cudagraph_support is NEVER", "attention stays outside of CUDA graphs",
           "that was tried on a GPU"),
+    Touch("vllm.utils.torch_utils.canonicalize_singleton_dim_strides", "called (CUDA)",
+          "FlashAttention wants it of a cache with one K/V head", "stays"),
     Touch("vllm.v1.sample.sampler.Sampler.greedy_sample", "called (CUDA)", "the best token of every row", "stays", ("logits",)),
 )  # fmt: skip
 
