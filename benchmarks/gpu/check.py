@@ -212,13 +212,21 @@ def bandwidth() -> float:
     return 2 * source.numel() * 4 / (1e-6 * microseconds(lambda _: target.copy_(source), 1))
 
 
-def causal(batch: Batch, sets: int) -> float:
-    """Time torch's FlashAttention on the same rows: as many queries, the context and the rows as keys, causal at the end."""
+def causal(batch: Batch, sets: int) -> float | None:
+    """Time torch's FlashAttention on the same rows: as many queries, the context and the rows as keys, causal at the end.
+
+    None where this torch has no such operation.
+    """
     s, requests, rows = batch.shape, len(batch.rows.num_rows), batch.rows.most_rows
     query = batch.query.view(requests, rows, s.heads, s.size).transpose(1, 2)
     shape = (requests, s.kv_heads, batch.context + rows, s.size)
     keys = [torch.randn(shape, device=DEVICE, dtype=s.dtype) for _ in range(sets)]
     flash = torch.ops.aten._scaled_dot_product_flash_attention
+    try:
+        flash(query, keys[0], keys[0], 0.0, True)
+    except (NotImplementedError, RuntimeError, TypeError) as failed:
+        print(f"no FlashAttention to compare with: {str(failed).splitlines()[0]}", flush=True)
+        return None
     return microseconds(lambda which: flash(query, keys[which], keys[which], 0.0, True), sets)
 
 
@@ -237,8 +245,8 @@ def measure(
     floor = 1e6 * (kept + rest) / speed
     return {
         "model": shape.name, "context": context, "requests": requests, "nodes": nodes, "splits": plan.splits,
-        "tree_us": round(ours, 1), "causal_us": round(theirs, 1), "floor_us": round(floor, 1),
-        "ratio": round(ours / theirs, 2), "of_bandwidth": round(floor / ours, 2),
+        "tree_us": round(ours, 1), "causal_us": theirs and round(theirs, 1), "floor_us": round(floor, 1),
+        "ratio": theirs and round(ours / theirs, 2), "of_bandwidth": round(floor / ours, 2),
         "plan": [plan.tile, plan.step, plan.splits, plan.warps, plan.stages],
     }  # fmt: skip
 
@@ -260,7 +268,7 @@ def measure_commit(speed: float) -> dict[str, Any]:
 def show(found: dict[str, Any]) -> None:
     line = (
         "{model:12} context {context:6} requests {requests:3} nodes {nodes:3} splits {splits:3}: tree {tree_us:9.1f} us,"
-        " causal {causal_us:9.1f} us, x{ratio:.2f}; {of_bandwidth:.0%} of bandwidth"
+        " causal {causal_us!s:>9} us, x{ratio!s:5}; {of_bandwidth:.0%} of bandwidth"
     )
     print(line.format(**found), flush=True)
 

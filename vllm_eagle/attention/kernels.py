@@ -1,6 +1,6 @@
 """Tree attention and the commit of accepted K/V in Triton, over any paged cache given by its strides.
 
-Definition: `reference.py`. This file imports torch and triton alone, so that a machine without vLLM can run it by its path.
+Definition: `reference.py`. It imports torch and Triton alone: machines without vLLM can run it (`benchmarks/gpu/check.py`).
 
     one launch      context of a tree, tile by tile, then the tree's own keys            (enough programs to fill the chip)
     two launches    `_attend` over parts of the context, each leaving output and LSE;    (few requests, long contexts)
@@ -17,28 +17,19 @@ Shapes: `R` trees, `T` tree rows of all trees, `H` heads, `G` K/V heads, `K` hea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from vllm_eagle.tree.rows import TreeRows
+
 LOG2E = tl.constexpr(1.4426950408889634)
 MINUS_INF = tl.constexpr(float("-inf"))
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-class Rows(Protocol):
-    """Where trees lie; `vllm_eagle.tree.TreeRows` with its tensors on the device is one."""
-
-    query_start: Tensor  # [R] int32
-    num_rows: Tensor  # [R] int32, 0 for a place that holds no tree
-    first_word: Tensor  # [R] int32
-    key_start: Tensor  # [R] int32
-    context_len: Tensor  # [R] int32
-    block_table: Tensor  # [R, B] int32
-    words: Tensor  # [T] int64
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ def attend(
     tree_value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    rows: Rows,
+    rows: TreeRows,
     scale: float,
     output: Tensor,
     *,
@@ -127,7 +118,7 @@ def finish(
     tree_value: Tensor,
     context: Tensor,
     lse: Tensor,
-    rows: Rows,
+    rows: TreeRows,
     scale: float,
     output: Tensor,
     *,
@@ -178,7 +169,7 @@ def _arguments(
     query: Tensor,
     tree_key: Tensor,
     tree_value: Tensor,
-    rows: Rows,
+    rows: TreeRows,
     scale: float,
     output: Tensor,
     most_keys: int,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class TreeRows:
 
     def to(self, device: torch.device) -> TreeRows:
         """Return the same rows with their tensors on a device."""
-        tensors = {f.name: x.to(device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        tensors: dict[str, Any] = {f.name: x.to(device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
         return replace(self, **tensors)
 
 

@@ -68,13 +68,13 @@ def walk_greedy(trees: Sequence[DraftTree | None], taking_part: Sequence[bool], 
     return walk(trees, taking_part, pick)
 
 
-def retrace(trees: Sequence[DraftTree | None], emitted: Sequence[Sequence[int]]) -> Walk:
-    """Return the walk that emitted these tokens, taken where the tokens alone came back; none for a request without any."""
+def retrace(trees: Sequence[DraftTree | None], tokens: Sequence[Sequence[int]]) -> Walk:
+    """Return the walk that emitted `tokens` [R], where they alone came back; a request without any took no part."""
 
-    def told(rows: NDArray[np.int64], so_far: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-        return np.array([mine[len(past)] if len(past) < len(mine) else -1 for mine, past in zip(emitted, so_far, strict=True)])
+    def told(rows: NDArray[np.int64], emitted: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        return np.array([mine[len(past)] if len(past) < len(mine) else -1 for mine, past in zip(tokens, emitted, strict=True)])
 
-    return walk(trees, [bool(mine) for mine in emitted], told)
+    return walk(trees, [bool(mine) for mine in tokens], told)
 
 
 class _Children:
