@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_eagle.attention import kernels
+from vllm_eagle.attention.device import KeptRows, StaticRows, TritonTreeAttention
 from vllm_eagle.attention.layout import PAIR_LAYOUT
 from vllm_eagle.attention.reference import ReferenceTreeAttention
 from vllm_eagle.tree import DraftTree, TreeRows
@@ -166,3 +167,41 @@ def compare_commit(dtype: torch.dtype, tokens_first: bool) -> None:
     kernels.commit(kept, torch.tensor([cache.data_ptr() for cache in caches]), caches[0], source, slots, group)
     for got, expected in zip(caches, want, strict=True):
         assert torch.equal(got.float(), expected.float())
+
+
+def compare_step() -> None:
+    """Compare what a runner does in a step: rows in place of a larger step's, attention, keeping, committing."""
+    generator = torch.Generator().manual_seed(9)
+    heads, kv_heads, size, block, contexts, starts = 4, 1, 64, 32, [520, 9, 40], [0, 6, 9]
+    trees: list[DraftTree | None] = [random_tree(5, generator), None, random_tree(7, generator)]
+    table = torch.randperm(51, generator=generator).reshape(3, 17).int()
+    sizes = (size, size, 32)  # the last layer is unlike the others
+    caches = {str(i): torch.randn(51, block, kv_heads, 2 * k, generator=generator).transpose(1, 2) for i, k in enumerate(sizes)}
+    static = StaticRows(5, 64, torch.device("cpu"))
+    static.fill([random_tree(63, generator)] * 5, range(0, 320, 64), [99] * 5)
+    static.fill(trees, starts, contexts)
+    rows, query = static.over(table), torch.randn(17, heads, size, generator=generator)
+    key, value = (torch.randn(17, kv_heads, size, generator=generator) for _ in range(2))
+    want, got = torch.full_like(query, UNTOUCHED), torch.full_like(query, UNTOUCHED)
+    real = [tree for tree in trees if tree is not None]
+    plain = TreeRows.of_trees(real, torch.tensor([0, 9]).int(), torch.tensor([520, 40]).int(), table[[0, 2]])
+    ReferenceTreeAttention(PAIR_LAYOUT)(query, key, value, caches["0"], plain, 0.125, want)
+    launched = []
+    usual, kernels.make_plan = kernels.make_plan, lambda *sizes: launched.append(usual(*sizes)) or launched[-1]
+    TritonTreeAttention(processors=2)(query, key, value, caches["0"], rows, 0.125, got)
+    kernels.make_plan = usual
+    assert launched[0].splits == 2
+    torch.testing.assert_close(got, want, rtol=4e-6, atol=4e-6)
+
+    kept, index = KeptRows(caches, {"0": 0, "1": 1, "2": 0}, 20), torch.tensor([*range(6), *range(9, 17)])
+    source, slots = torch.tensor([2, -1, 7]), torch.tensor([[40, 41, 3], [70, 71, -1]])
+    after = {name: cache.clone() for name, cache in caches.items()}
+    for name, k in zip(caches, sizes, strict=True):
+        kept.keep(name, key[..., :k] + int(name), value[..., :k], index)
+        for row, at in zip(source.tolist(), slots[int(name == "1")].tolist(), strict=True):
+            if row >= 0 and at >= 0:
+                pair = torch.cat((key[index[row], :, :k] + int(name), value[index[row], :, :k]), dim=-1)
+                after[name][at // block, :, at % block] = pair
+    kept.commit(source, slots)
+    for name, cache in caches.items():
+        assert torch.equal(cache, after[name]), name

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.attention.kernel_checks import compare, compare_commit, compare_finish, compare_level
+from tests.attention.kernel_checks import compare, compare_commit, compare_finish, compare_level, compare_step
 from vllm_eagle.attention import kernels
 
 Interpreted = Callable[..., Any]
@@ -71,6 +71,11 @@ def test_finishes_what_another_kernel_began(interpreted: Interpreted, dtype: tor
 def test_commit(interpreted: Interpreted, dtype: torch.dtype, tokens_first: bool) -> None:
     """Catches a rejected row in the cache, a key where the value belongs, one group's slots used for another's layer."""
     interpreted(compare_commit, dtype, tokens_first)
+
+
+def test_a_step(interpreted: Interpreted) -> None:
+    """Catches rows of a larger step before this one, parts given too little room, kept K/V in another layer's cache."""
+    interpreted(compare_step)
 
 
 @pytest.mark.slow

@@ -82,7 +82,8 @@ def attend(
     kv_heads, tiles = tree_key.shape[1], _tiles(query, tree_key, most_rows, plan)
     partial, lse = output, output
     if plan.splits > 1:
-        partial = torch.empty((plan.splits, len(rows.words), *query.shape[1:]), dtype=torch.float32, device=query.device)
+        places = min(len(rows.words), len(rows.num_rows) * most_rows)
+        partial = torch.empty((plan.splits, places, *query.shape[1:]), dtype=torch.float32, device=query.device)
         lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=query.device)
     _attend[(tiles, kv_heads * plan.splits, len(rows.num_rows))](
         **shared,

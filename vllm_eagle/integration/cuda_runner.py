@@ -112,7 +112,8 @@ class CUDATreeRunner(DeviceSteps, GPUModelRunner):
                 )
         groups = {name: i for i, found in enumerate(self.attn_groups) for group in found for name in group.layer_names}
         rows = min(self.max_num_reqs * (self.num_spec_tokens + 1), self.max_num_tokens)
-        self._kept = KeptRows({name: layer.kv_cache for name, layer in layers.items()}, groups, rows)
+        head = {layer.layer_name for layer in self.drafter.layers}  # writes its own K/V while drafting
+        self._kept = KeptRows({name: layer.kv_cache for name, layer in layers.items() if name not in head}, groups, rows)
         self._rows = StaticRows(self.max_num_reqs, self.num_spec_tokens + 1, self.device)
         return TritonTreeAttention(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
