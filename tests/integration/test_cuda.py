@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.model_executor.layers.attention import Attention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import flash_attn
@@ -191,6 +192,32 @@ def test_static_rows() -> None:
     assert rows.num_rows.tolist() == [4, 0, 1, 64] and rows.context_len[1] == 0
     assert (rows.most_rows, rows.longest) == (64, 50) and static.first_rows.tolist() == [0, 4, 4, 5, 69]
     assert rows.words.data_ptr() == first.words.data_ptr() and rows.num_rows.data_ptr() == first.num_rows.data_ptr()
+
+
+def test_layers_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches K/V kept for the head's layers, committed there without ever having been written, and a backend without trees."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    layers = {name: attention_layer(name) for name in ("target.0", "target.1", "head.0")}
+    groups = [[SimpleNamespace(layer_names=["target.0", "head.0"])], [SimpleNamespace(layer_names=["target.1"])]]
+    runner = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers), attn_groups=groups, device=torch.device("cpu"),
+        max_num_reqs=3, num_spec_tokens=4, max_num_tokens=12, drafter=SimpleNamespace(layers=[layers["head.0"]]),
+    )  # fmt: skip
+    CUDATreeRunner._choose_attention(runner)
+    kept = runner._kept._sets
+    assert [(one.names, one.kept.shape, one._group.tolist()) for one in kept] == [
+        (["target.0", "target.1"], (2, 2, 12, 2, 64), [0, 1])  # no more rows than a step has tokens
+    ]
+    layers["target.1"].__dict__["impl"] = object()
+    with pytest.raises(EagleError, match=r"layer target\.1 attends through object, .* use --attention-backend FLASH_ATTN"):
+        CUDATreeRunner._choose_attention(runner)
+
+
+def attention_layer(name: str) -> Any:
+    """Make one of vLLM's layers without its constructor, which asks for an engine's configuration."""
+    layer = Attention.__new__(Attention)
+    layer.__dict__ |= {"layer_name": name, "impl": flash_impl(4, 2, 64, None), "kv_cache": torch.zeros(3, 2, 16, 128)}
+    return layer
 
 
 class TorchTreeAttention:
