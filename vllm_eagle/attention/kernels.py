@@ -146,6 +146,8 @@ def commit(kept: Tensor, caches: Tensor, like: Tensor, source: Tensor, slots: Te
     `slots` [groups, A] where they go, -1 for nowhere; `group` [L] int32: each layer's row of `slots`.
     """
     layers, _, _, kv_heads, size = kept.shape
+    if len(source) == 0:
+        return
     _commit[(source.shape[0], layers)](
         kept.view(torch.uint8) if kept.element_size() == 1 else kept,
         caches,

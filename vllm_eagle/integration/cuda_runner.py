@@ -1,9 +1,11 @@
 """The tree runner on CUDA: what differs from the CPU's. Not run on a GPU; its parts are tested on CPU tensors.
 
-inputs    trees go to the device in fixed tensors, two copies without a wait
-walk      greedy, or drawn without history: on the device, all levels without a wait; else level by level, as on the CPU
-commit    one launch, from indices made on the device; vLLM's own copy of the tokens is the step's first wait
-drafting  on the device; trees come to the host once, since the scheduler takes lists
+    inputs    trees go to the device into tensors that never move
+    walk      greedy, or drawn without history: on the device, all levels without a wait; else level by level, as on the CPU
+    commit    one launch, from indices made on the device
+    drafting  on the device; trees come to the host once, since the scheduler takes lists
+
+From the walk to the commit nothing waits for the device: vLLM's own copy of the tokens comes behind them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from vllm_eagle.integration.sampling import is_plain_greedy
 from vllm_eagle.integration.step import Step
 from vllm_eagle.tree import TreeRows
 from vllm_eagle.verify import retrace
-from vllm_eagle.verify.device import DeviceWalk, accepted_places, greedy, tree_table, walk_on_device
+from vllm_eagle.verify.device import DeviceWalk, SampleOnDevice, accepted_places, greedy, tree_table, walk_on_device
 
 
 class DeviceSteps(TreeSteps):
@@ -55,10 +57,9 @@ class DeviceSteps(TreeSteps):
     def _attach(self, rows: TreeRows, index: Tensor, plain: Any, plain_index: Tensor) -> DeviceTrees:
         return DeviceTrees(self.tree_attention, rows, index, self._rows.first_rows, plain, plain_index, self._kept)
 
-    @timed(VERIFY)
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
-        step, metadata = self._step, self.input_batch.sampling_metadata
-        assert step is not None and logits is not None
+        metadata = self.input_batch.sampling_metadata
+        assert logits is not None
         ends = spec_decode_metadata.cu_num_sampled_tokens.long()  # [R]
         first_rows = torch.cat((ends.new_zeros(1), ends[:-1]))
         self._walk = self._draws = None
@@ -68,6 +69,12 @@ class DeviceSteps(TreeSteps):
             self._draws = sample = DeviceLevelSampler(self.sampler, metadata, logits, first_rows)
         else:
             return super()._sample(logits, spec_decode_metadata)
+        return self._walk_without_waiting(sample)
+
+    @timed(VERIFY)
+    def _walk_without_waiting(self, sample: SampleOnDevice) -> SamplerOutput:
+        step = self._step
+        assert step is not None
         levels = 1 + max((int(tree.depths.max()) for tree in step.trees if tree is not None), default=0)
         taking_part = ~self.discard_request_mask.gpu[: len(step.trees)]
         self._walk = walk_on_device(self._tables, taking_part, sample, levels)
