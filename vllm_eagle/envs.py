@@ -23,6 +23,11 @@ def shares_noise() -> bool:
     return os.environ.get("VLLM_EAGLE_SHARED_NOISE", "1") != "0"
 
 
+def tries_cuda() -> bool:
+    """Tell whether to start on a GPU, where trees have never been run (`VLLM_EAGLE_CUDA=1`)."""
+    return os.environ.get("VLLM_EAGLE_CUDA", "0") == "1"
+
+
 def compiler() -> str:
     """Return the C++ compiler for the CPU kernel (`CXX`, default `g++`)."""
     return os.environ.get("CXX") or "g++"

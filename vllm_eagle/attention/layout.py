@@ -59,3 +59,15 @@ def _vec_values(pages: Tensor) -> Tensor:
 
 VEC_LAYOUT = PagedLayout("vec", _vec_keys, _vec_values)
 """vLLM's CPU layout: first half of a block is K transposed [K, block], second half V [block, K]."""
+
+
+def _pair_keys(pages: Tensor) -> Tensor:
+    return pages[..., : pages.shape[-1] // 2]
+
+
+def _pair_values(pages: Tensor) -> Tensor:
+    return pages[..., pages.shape[-1] // 2 :]
+
+
+PAIR_LAYOUT = PagedLayout("pair", _pair_keys, _pair_values)
+"""vLLM's layout on CUDA, whatever the strides: a token's key of a head and its value stand side by side."""

@@ -27,8 +27,10 @@ class ReferenceTreeAttention:
         *,
         window: int = 0,
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """See `TreeAttention`."""
+        """See `TreeAttention`; `sinks` [H] are scores without a value, `scales` the factors of keys and of values."""
         block = cache.shape[2]
         group = query.shape[1] // tree_key.shape[1]
         for r in range(len(rows.num_rows)):
@@ -39,11 +41,13 @@ class ReferenceTreeAttention:
             past_key, past_value = self.layout.gather(cache, rows.block_table[r, : -(-context // block)], context)
             key = torch.cat((past_key, tree_key[first : first + keys]))  # [S, G, K]
             value = torch.cat((past_value, tree_value[first : first + keys]))
+            key, value = key.float() * scales[0], value.float() * scales[1]
             mask = torch.cat((torch.ones(count, context, dtype=torch.bool), seen), dim=1)  # [count, S]
             if window:
                 mask &= _within(seen, context, window)
                 value = torch.where(mask.any(0)[:, None, None], value, 0.0)  # such blocks may hold anything by now
-            output[start : start + count] = _attend(query[start : start + count], key, value, mask, group, scale, soft_cap)
+            here = slice(start, start + count)
+            output[here] = _attend(query[here], key, value, mask, group, scale, soft_cap, sinks)
 
 
 def _within(seen: Tensor, context: int, window: int) -> Tensor:
@@ -56,12 +60,17 @@ def _within(seen: Tensor, context: int, window: int) -> Tensor:
     return places > own - window
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, group: int, scale: float, soft_cap: float = 0.0) -> Tensor:
-    key, value = (x.float().repeat_interleave(group, dim=1).transpose(0, 1) for x in (key, value))  # [H, S, K]
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, group: int, scale: float, soft_cap: float, sinks: Tensor | None
+) -> Tensor:
+    key, value = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (key, value))  # [H, S, K]
     scores = query.float().transpose(0, 1) @ key.transpose(1, 2) * scale  # [H, count, S]
     if soft_cap:
         scores = soft_cap * (scores / soft_cap).tanh()
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:  # one more place that takes a share and has no value
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(query), 1)), dim=2)
+    weights = scores.softmax(-1)[:, :, : key.shape[1]]
     return (weights @ value).transpose(0, 1).to(query.dtype)
 
 

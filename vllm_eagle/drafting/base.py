@@ -33,7 +33,7 @@ class Known:
     features: Tensor  # [T, D] what the head reads of the target at the newly computed positions; for EAGLE-3 [T, 3D]
     next_tokens: Tensor  # [T] int64, the token one ahead of each
     positions: Tensor  # [T] int64, of the features
-    lengths: Tensor  # [R] int32, how many of the T belong to each request, at least 1
+    lengths: Tensor  # [R] int32, on the host: how many of the T belong to each request, at least 1
     rooms: Sequence[int]  # [R] most nodes that may be drafted; 0 for a request that drafts nothing now
     histories: Sequence[NDArray[np.int32]]  # [R] all certain tokens of each request, the root last
     draws: Draws | None = None  # [R] how the target will draw; None when it takes the best token everywhere, or is not known

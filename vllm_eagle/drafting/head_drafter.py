@@ -39,10 +39,11 @@ class HeadDrafter:
             self.pricing.begin(len(known.positions))
         fused = self.head.fuse(known.features)  # [T, D]
         predicted = self.head(self.embed(known.next_tokens), fused, known.positions, cache.attend_known)  # [T, D]
-        drafting = torch.tensor([r for r, room in enumerate(known.rooms) if room > 0])  # the rest: K/V written, no tree
+        chosen = [r for r, room in enumerate(known.rooms) if room > 0]  # the rest: K/V written, no tree
+        drafting = torch.tensor(chosen, device=known.positions.device)
         trees = [DraftTree.build([root], [-1]) for root in known.roots.tolist()]
-        if len(drafting):
-            ends = known.ends[drafting]
+        if chosen:
+            ends = known.ends[chosen]
             level = _Level(self.head, self.growth, cache, drafting, known.positions[ends], predicted.dtype)
             draws = None if known.draws is None else known.draws.of(drafting)
             grown, values = self._grow(predicted[ends], known.next_tokens[ends], level, draws)
@@ -50,13 +51,13 @@ class HeadDrafter:
             if self.pricing is not None:
                 depths = np.stack([tree.depths[1:] for tree in grown])
                 sizes = self.pricing.choose(values.exp().numpy(), depths, len(trees) - len(grown))
-            for r, tree, size in zip(drafting.tolist(), grown, sizes, strict=True):
+            for r, tree, size in zip(chosen, grown, sizes, strict=True):
                 trees[r] = tree.prefix(min(size, known.rooms[r]))
         return trees
 
     def _grow(self, features: Tensor, roots: Tensor, level: _Level, draws: Draws | None) -> tuple[list[DraftTree], Tensor]:
         """Grow the trees of some requests from the features predicted for their roots [R, D]; log values [R, N] beside them."""
-        pool = CandidatePool(self.growth, len(roots))
+        pool = CandidatePool(self.growth, len(roots), roots.device)
         parents = features.unsqueeze(1)  # [R, F, D] predicted features of the frontier: the root's
         self._offer(pool, parents, draws)
         for depth in range(1, self.growth.depth):
@@ -88,8 +89,10 @@ class _Level:
         config, requests = head.config, len(last)
         self.head, self.cache, self.drafting, self.last, self.stride = head, cache, drafting, last, growth.scratch
         shape = (config.num_layers, requests, self.stride, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        self.words = torch.zeros(requests, 1, dtype=torch.int64)  # [R, F] ancestors of the frontier, in scratch rows
+        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=last.device) for _ in range(2))
+        self.words = torch.zeros(
+            requests, 1, dtype=torch.int64, device=last.device
+        )  # [R, F] ancestors of the frontier, in scratch rows
         self.used = self.depth = 0
 
     def step(self, embeddings: Tensor, features: Tensor, slots: Tensor) -> Tensor:
@@ -98,7 +101,8 @@ class _Level:
         `slots` [R, F] is each node's parent in the previous frontier.
         """
         requests, width, _ = features.shape
-        mine = torch.ones(1, dtype=torch.int64) << torch.arange(self.used, self.used + width)
+        ones = torch.ones(width, dtype=torch.int64, device=slots.device)
+        mine = ones << torch.arange(self.used, self.used + width, device=slots.device)
         self.words = self.words.gather(1, slots) | mine
         self.depth += 1
         positions = (self.last + self.depth).repeat_interleave(width)

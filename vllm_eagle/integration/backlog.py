@@ -35,6 +35,7 @@ class Backlog:
             return known
         parts = zip(known.request_ids, known.lengths.tolist(), known.ends.tolist(), known.histories, strict=True)
         features, tokens, positions, lengths = [], [], [], []
+        device = known.positions.device
         for request, count, end, history in parts:
             new, last = known.features[end + 1 - count : end + 1], int(known.positions[end])
             first, missed = self._missed.pop(request, (0, new[:0]))
@@ -49,8 +50,8 @@ class Backlog:
         return dataclasses.replace(
             known,
             features=torch.cat(features),
-            next_tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
-            positions=torch.from_numpy(np.concatenate(positions)),
+            next_tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
+            positions=torch.from_numpy(np.concatenate(positions)).to(device),
             lengths=torch.tensor(lengths, dtype=torch.int32),
         )
 

@@ -10,13 +10,14 @@ import vllm
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 
+from vllm_eagle import envs
 from vllm_eagle.config import KEY, Options
 from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError, HeadError
 from vllm_eagle.heads.checkpoint import check_folder
 from vllm_eagle.heads.config import HeadConfig
 from vllm_eagle.heads.target import TargetShape, misfits
-from vllm_eagle.names import PROPOSER, SCHEDULER, WORKER
+from vllm_eagle.names import CUDA_WORKER, PROPOSER, SCHEDULER, WORKER
 
 TESTED = ("0.32.0",)
 """Releases of vLLM every hook was run against."""
@@ -61,10 +62,8 @@ def check_config(config: VllmConfig) -> None:
         return
     if vllm.__version__.split("+")[0] not in TESTED:
         raise EagleError(f"vLLM {vllm.__version__} is not supported; install vllm=={TESTED[-1]}")
-    if not current_platform.is_cpu():
-        raise EagleError(f"trees run on vLLM's CPU backend only in this release, not on {current_platform.device_name}")
-    if config.parallel_config.worker_cls != WORKER:
-        raise EagleError(f"trees need our worker: add --worker-cls {WORKER}")
+    _check_platform()
+    check_worker(config)
     if config.scheduler_config.scheduler_cls != SCHEDULER:
         raise EagleError(f"grammars on trees need our scheduler: add --scheduler-cls {SCHEDULER}")
     _check_engine(config)
@@ -75,6 +74,29 @@ def check_config(config: VllmConfig) -> None:
     if head is not None:
         _check_head(config, head, str(options.model))
     _check_vocabulary(config, options, head)
+
+
+def choose_worker(config: VllmConfig) -> None:
+    """Put the worker for CUDA in the place of the one our flags name, where vLLM runs on CUDA."""
+    if current_platform.is_cuda() and is_ours(config.speculative_config) and config.parallel_config.worker_cls == WORKER:
+        config.parallel_config.worker_cls = CUDA_WORKER
+
+
+def check_worker(config: VllmConfig) -> None:
+    """Check that the worker is ours, and this platform's; raises `EagleError`."""
+    if config.parallel_config.worker_cls != (CUDA_WORKER if current_platform.is_cuda() else WORKER):
+        raise EagleError(f"trees need our worker: add --worker-cls {WORKER}")
+
+
+def _check_platform() -> None:
+    if current_platform.is_cuda():
+        if not envs.tries_cuda():
+            raise EagleError(
+                "trees have never been run on a GPU: use vLLM's CPU backend, or set VLLM_EAGLE_CUDA=1 to try what is there"
+                " (docs/cuda.md says what was tested, and how)"
+            )
+    elif not current_platform.is_cpu():
+        raise EagleError(f"trees run on vLLM's CPU backend only in this release, not on {current_platform.device_name}")
 
 
 def _check_engine(config: VllmConfig) -> None:

@@ -19,7 +19,7 @@ _MOST_ROWS = 32
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return x [n, in] -> x W^T + b [n, out] for weight [out, in]; the weight is copied into the packed form."""
     try:
-        if ops._supports_onednn:
+        if ops._supports_onednn and weight.device.type == "cpu":
             handler = ops.create_onednn_mm(weight.contiguous().t(), _MOST_ROWS)
             return lambda x: ops.onednn_mm(handler, x, bias)
     except RuntimeError:  # no such product of float16 on CPUs without AVX512-FP16; vLLM's layers fall back in the same way
@@ -32,7 +32,8 @@ def eight_bit_linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
     For what only ranks guesses. Full precision where the machine has no 8-bit dot product or vLLM no such product of the dtype.
     """
-    if not (ops._supports_onednn and torch.cpu._is_vnni_supported() and weight.dtype in (torch.float32, torch.bfloat16)):
+    known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    if not (known and ops._supports_onednn and torch.cpu._is_vnni_supported()):
         return packed_linear(weight)
     scales = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
     rounded = (weight / scales).round().to(torch.int8)

@@ -25,7 +25,8 @@ class PagedHeadCache:
         group = runner.drafter.group
         blocks = runner.input_batch.block_table[group.kv_cache_group_id]
         table = blocks.get_device_tensor(len(known.lengths))
-        owners = torch.arange(len(known.lengths)).repeat_interleave(known.lengths.long())
+        device = known.positions.device
+        owners = torch.arange(len(known.lengths)).repeat_interleave(known.lengths.long()).to(device)
         size = blocks.block_size
         self.slots = table[owners, known.positions // size].long() * size + known.positions % size
         self.context = (known.positions[known.ends] + 1).to(torch.int32)  # [R]
@@ -34,7 +35,7 @@ class PagedHeadCache:
         self.metadata = group.get_metadata_builder(0).build(
             0,
             CommonAttentionMetadata(
-                query_start_loc=starts,
+                query_start_loc=starts.to(device),
                 query_start_loc_cpu=starts,
                 seq_lens=self.context,
                 num_reqs=len(known.lengths),

@@ -143,10 +143,35 @@ TOUCHES = (
     Touch("vllm._custom_ops.onednn_scaled_int8_quant", "called", "their inputs, a scale for each row", "stays"),
 )  # fmt: skip
 
+_FLASH = "vllm.v1.attention.backends.flash_attn"
+CUDA_TOUCHES = (
+    Touch("vllm.v1.worker.gpu_worker.Worker._make_model_runner", "overridden (CUDA)", "our runner in the place of vLLM's",
+          "stays", ()),
+    Touch("vllm.v1.worker.gpu_worker.Worker.init_device", "overridden (CUDA), calls super last",
+          "our attention is in place before layers are built", "stays", ()),
+    Touch(f"{_RUNNER}.initialize_kv_cache", "overridden (CUDA), calls super first",
+          "buffers for kept K/V, the head's group", "stays",
+          ("kv_cache_config", "is_profiling", "kv_cache_allocation_context")),
+    Touch(f"{_FLASH}.FlashAttentionImpl.forward", "overridden (CUDA), calls super without trees",
+          "tree rows take tree attention", "vLLM's kernels take a mask for each request"),
+    Touch(f"{_FLASH}.FlashAttentionMetadataBuilder", "subclassed (CUDA): _cudagraph_support is NEVER",
+          "attention stays outside of CUDA graphs", "that was tried on a GPU"),
+    Touch("vllm.v1.attention.backends.fa_utils.is_flash_attn_varlen_func_available",
+          "`flash_attn_varlen_func` behind it is called (CUDA)", "attention over the context with its log-sums", "stays", ()),
+    Touch("vllm.v1.attention.backends.triton_attn.TritonAttentionImpl.forward", "overridden (CUDA), calls super without trees",
+          "tree rows take tree attention", "vLLM's kernels take a mask for each request"),
+    Touch("vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder",
+          "subclassed (CUDA): _cudagraph_support is NEVER", "attention stays outside of CUDA graphs",
+          "that was tried on a GPU"),
+    Touch("vllm.utils.torch_utils.canonicalize_singleton_dim_strides", "called (CUDA)",
+          "FlashAttention wants it of a cache with one K/V head", "stays"),
+    Touch("vllm.v1.sample.sampler.Sampler.greedy_sample", "called (CUDA)", "the best token of every row", "stays", ("logits",)),
+)  # fmt: skip
 
-def check() -> None:
-    """Compare with the installed vLLM; raises `EagleError` naming the first difference."""
-    for touch in TOUCHES:
+
+def check(touches: tuple[Touch, ...] | None = None) -> None:
+    """Compare with the installed vLLM, `TOUCHES` unless others are given; raises `EagleError` naming the first difference."""
+    for touch in TOUCHES if touches is None else touches:
         found = _resolve(touch.target)
         if touch.parameters is not None:
             got = tuple(name for name in inspect.signature(found).parameters if name not in ("self", "cls"))
@@ -172,7 +197,7 @@ def _resolve(path: str) -> object:
 
 def table() -> str:
     """Return the ledger as a Markdown table."""
-    rows = [f"| `{t.target.removeprefix('vllm.')}` | {t.how} | {t.why} | {t.until} |" for t in TOUCHES]
+    rows = [f"| `{t.target.removeprefix('vllm.')}` | {t.how} | {t.why} | {t.until} |" for t in (*TOUCHES, *CUDA_TOUCHES)]
     return "\n".join(["| in vLLM | how | why | until |", "|---|---|---|---|", *rows]) + "\n"
 
 

@@ -186,9 +186,10 @@ class EarlyCheck(Patch):
 
         @functools.wraps(create)
         def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-            from vllm_eagle.integration.checks import check_config, is_ours
+            from vllm_eagle.integration.checks import check_config, choose_worker, is_ours
 
             config = create(self, *args, **kwargs)
+            choose_worker(config)
             check_config(config)
             StatsOfTrees.apply()  # even if this engine has none: decoders remember types, and the next one may have
             if is_ours(config.speculative_config):

@@ -20,7 +20,7 @@ from vllm_eagle.drafting.candidates import read_vocabulary
 from vllm_eagle.errors import EagleError
 from vllm_eagle.heads import AnyHead, Eagle3Head, load_head
 from vllm_eagle.heads.checkpoint import check_folder
-from vllm_eagle.integration.checks import check_config, read_options
+from vllm_eagle.integration.checks import check_config, check_worker, read_options
 from vllm_eagle.integration.gemm import eight_bit_linear, use_packed_linears
 from vllm_eagle.names import WORKER
 
@@ -42,8 +42,7 @@ class TreeProposer:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Check everything that can be checked before weights load; raises `EagleError`."""
-        if vllm_config.parallel_config.worker_cls != WORKER:
-            raise EagleError(f"trees need our worker: add --worker-cls {WORKER}")
+        check_worker(vllm_config)
         check_config(vllm_config)
         self.config, self.options = vllm_config, read_options(vllm_config)
         self.growth = self.options.growth()
@@ -58,7 +57,8 @@ class TreeProposer:
     def load_model(self, target: nn.Module) -> None:
         """Load the head and share the target's embedding and LM head."""
         if self.options.model is not None:
-            self.head = load_head(self.options.folder, self.config.model_config.dtype)
+            device = next(target.parameters()).device
+            self.head = load_head(self.options.folder, self.config.model_config.dtype).to(device)
             embed = self.head.share_embedding(target.model.embed_tokens)
             candidates = self._candidates(target, self.head)
             use_packed_linears(self.head)
@@ -129,11 +129,12 @@ class TreeProposer:
         if isinstance(head, Eagle3Head):
             product = eight_bit_linear(head.lm_head.weight.detach())
             del head.lm_head  # the product holds it
-            return DraftVocabulary(lambda features: product(normed(features)), head.vocabulary)
+            words = None if head.vocabulary is None else head.vocabulary.to(next(target.parameters()).device)
+            return DraftVocabulary(lambda features: product(normed(features)), words)
         file, size = self.options.vocabulary_file(), self.config.model_config.get_vocab_size()
         table = getattr(target, "lm_head", target.model.embed_tokens).weight  # Gemma-2 ties the two by having one
         if file is not None:
-            tokens = read_vocabulary(Path(file), size)
+            tokens = read_vocabulary(Path(file), size).to(table.device)
             rows = eight_bit_linear(table[tokens])
             return DraftVocabulary(lambda features: rows(normed(features)), tokens)
         if target.logits_processor.soft_cap is None:

@@ -40,14 +40,14 @@ from vllm_eagle.integration.step import Step
 from vllm_eagle.integration.thinking import count_thinking
 from vllm_eagle.integration.tracing import Tracer
 from vllm_eagle.integration.watch import AcceptanceWatch
-from vllm_eagle.tree import DraftTree
+from vllm_eagle.tree import DraftTree, TreeRows
 from vllm_eagle.verify import walk, walk_greedy
 
 logger = logging.getLogger(__name__)
 
 
-class TreeRunner(CPUModelRunner):
-    """Verify and draft trees; requests are keyed by id, their batch index is looked up anew every step."""
+class TreeSteps:
+    """Verify and draft trees beside vLLM's runner; requests are keyed by id, their batch index is looked up anew every step."""
 
     drafter: TreeProposer
     tree_attention: TreeAttention
@@ -74,8 +74,11 @@ class TreeRunner(CPUModelRunner):
         """Choose the tree attention once the cache and its layout are known."""
         super().initialize_kv_cache(*args, **kwargs)  # may make the batch anew
         count_thinking(self.input_batch, self.vllm_config)
-        self.tree_attention = choose_attention(self.compilation_config.static_forward_context)
+        self.tree_attention = self._choose_attention()
         self.drafter.bind(self)
+
+    def _choose_attention(self) -> TreeAttention:
+        return choose_attention(self.compilation_config.static_forward_context)
 
     def measure(self) -> None:
         """Measure what steps cost, where trees follow the load."""
@@ -136,9 +139,9 @@ class TreeRunner(CPUModelRunner):
             slots={group: table.slot_mapping.gpu[:total].clone() for group, table in enumerate(tables)},
         )
         if step.owners:
-            rows, positions = step.positions()
+            rows, positions = (x.to(self.device, non_blocking=True) for x in step.positions())
             self.positions[rows] = positions
-            nodes = step.node_rows()
+            nodes = step.node_rows().to(self.device, non_blocking=True)
             for table in tables:
                 table.slot_mapping.gpu[nodes] = -1
         return prepared
@@ -163,17 +166,23 @@ class TreeRunner(CPUModelRunner):
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         step = self._step
         if step is not None and step.owners and not kwargs.get("for_cudagraph_capture"):
-            index, others = step.positions()[0], step.others()
+            index, others = step.positions()[0].to(self.device), step.others()
             for group in (group for groups in self.attn_groups for group in groups):
                 found = metadata[group.layer_names[0]]
-                rows = step.tree_rows(found.block_table)
+                rows = self._lay_out(step, found.block_table)
                 plain, plain_index = None, index
                 if others:
-                    plain_index, part = _part_of(found, others)
+                    plain_index, part = _part_of(found, others, self.query_start_loc.cpu)
                     plain = group.get_metadata_builder(0).build(0, part)
-                found.trees = Trees(self.tree_attention, rows, index, plain, plain_index)
+                found.trees = self._attach(rows, index, plain, plain_index)
         self._metadata = metadata
         return metadata, common
+
+    def _lay_out(self, step: Step, block_table: Tensor) -> TreeRows:
+        return step.tree_rows(block_table)
+
+    def _attach(self, rows: TreeRows, index: Tensor, plain: Any, plain_index: Tensor) -> Any:
+        return Trees(self.tree_attention, rows, index, plain, plain_index)
 
     # After it ----------------------------------------------------------------------------------------------------
 
@@ -202,8 +211,6 @@ class TreeRunner(CPUModelRunner):
         assert self._step is not None
         if self._step.owners:
             self._commit(self._step)
-            assert self._step.walk is not None
-            self._watch.observe(self._step.walk, self._step.owners)
 
     @timed(COMMIT)
     def _commit(self, step: Step) -> None:
@@ -254,7 +261,8 @@ class TreeRunner(CPUModelRunner):
         Whatever goes wrong in drafting costs this step's drafts: no text depends on them.
         """
         step, self._step = self._step, None
-        assert step is not None
+        assert step is not None and step.walk is not None
+        self._watch.observe(step.walk, step.owners)
         states = self.drafter.states(hidden_states, aux_hidden_states)
         known = self._backlog.join(self._known(step, sampled_token_ids, states))
         try:
@@ -299,13 +307,14 @@ class TreeRunner(CPUModelRunner):
     def _known(self, step: Step, sampled: list[list[int]], states: Sequence[Tensor]) -> Known:
         batch = self.input_batch
         rows, positions, counts = step.known()
+        index = torch.from_numpy(rows).to(self.device)
         owner = np.repeat(np.arange(len(counts)), counts)
         lengths = batch.num_tokens_no_spec[: len(counts)].tolist()
         return Known(
             request_ids=list(batch.req_ids),
-            features=torch.cat([state[torch.from_numpy(rows)] for state in states], dim=-1),
-            next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)),
-            positions=torch.from_numpy(positions),
+            features=torch.cat([state[index] for state in states], dim=-1),
+            next_tokens=torch.from_numpy(batch.token_ids_cpu[owner, positions + 1].astype(np.int64)).to(self.device),
+            positions=torch.from_numpy(positions).to(self.device),
             lengths=torch.from_numpy(counts),
             rooms=[self._room(r, length) if sampled[r] else 0 for r, length in enumerate(lengths)],
             histories=[batch.token_ids_cpu[r, :length] for r, length in enumerate(lengths)],
@@ -317,16 +326,19 @@ class TreeRunner(CPUModelRunner):
         return room(self.num_spec_tokens, wish, length, self.drafter.longest, self.max_model_len)
 
 
-def _part_of(metadata: Any, requests: list[int]) -> tuple[Tensor, CommonAttentionMetadata]:
-    """Return the batch rows of some requests, and the common metadata of a batch of them alone."""
-    chosen = torch.tensor(requests)
-    starts = metadata.query_start_loc
+class TreeRunner(TreeSteps, CPUModelRunner):
+    """Serve trees on CPU."""
+
+
+def _part_of(metadata: Any, requests: list[int], starts: Tensor) -> tuple[Tensor, CommonAttentionMetadata]:
+    """Return the batch rows of some requests, and the common metadata of a batch of them alone; `starts` [R+1] on the host."""
+    device, chosen = metadata.seq_lens.device, torch.tensor(requests)
     lengths = (starts[1:] - starts[:-1])[chosen]
-    index = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in requests])
+    index = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in requests]).to(device)
     begin = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)))
     seq_lens = metadata.seq_lens[chosen]
     return index, CommonAttentionMetadata(
-        query_start_loc=begin,
+        query_start_loc=begin.to(device),
         query_start_loc_cpu=begin,
         seq_lens=seq_lens,
         num_reqs=len(requests),

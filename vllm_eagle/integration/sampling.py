@@ -53,7 +53,7 @@ class LevelSampler:
         out = self.sampler(logits=self.logits[here], sampling_metadata=metadata)
         if out.logprobs_tensors is not None:
             self.logprobs.append(out.logprobs_tensors)
-        return out.sampled_token_ids[:, 0].numpy().astype(np.int64)  # type: ignore[no-any-return]
+        return out.sampled_token_ids[:, 0].cpu().numpy().astype(np.int64)  # type: ignore[no-any-return]
 
     def _advance(self, rows: NDArray[np.int64], emitted: Sequence[Sequence[int]]) -> None:
         """Tell the requests still walking, and the processors, of the token that took them here."""

@@ -16,11 +16,11 @@ from vllm_eagle.tree.growth import Growth
 class CandidatePool:
     """Collect candidates level by level and hand out the next frontier; at the end, the trees."""
 
-    def __init__(self, growth: Growth, requests: int) -> None:
+    def __init__(self, growth: Growth, requests: int, device: torch.device | None = None) -> None:
         self.growth = growth
         self.level = 0
-        self.frontier = torch.full((requests, 1), -1)  # [R, F] pool index of each frontier node, -1 for the root
-        self._value = torch.zeros(requests, 1)  # [R, F] log path value of each frontier node
+        self.frontier = torch.full((requests, 1), -1, device=device)  # [R, F] pool index of each frontier node, -1 for the root
+        self._value = torch.zeros(requests, 1, device=device)  # [R, F] log path value of each frontier node
         self._tokens: list[Tensor] = []
         self._values: list[Tensor] = []
         self._parents: list[Tensor] = []
@@ -74,12 +74,14 @@ class CandidatePool:
         tokens, parents, values = torch.cat(self._tokens, 1), torch.cat(self._parents, 1), torch.cat(self._values, 1)  # [R, P]
         kept = self.growth.keep(values)  # [R, N]
         requests, nodes = kept.shape
-        rows = torch.arange(1, nodes + 1).expand(requests, -1)
-        row_of = torch.zeros(requests, tokens.shape[1] + 1, dtype=torch.long)  # column 0 is the root's, row 0
+        rows = torch.arange(1, nodes + 1, device=kept.device).expand(requests, -1)
+        # column 0 is the root's, row 0
+        row_of = torch.zeros(requests, tokens.shape[1] + 1, dtype=torch.long, device=kept.device)
         row_of.scatter_(1, kept + 1, rows)
         parent = row_of.gather(1, parents.gather(1, kept) + 1)  # [R, N] rows
         guesses = torch.cat(self._guesses, 1).gather(1, kept)
-        return _assemble(roots, tokens.gather(1, kept), parent, guesses), values.gather(1, kept)
+        host = (x.cpu() for x in (roots, tokens.gather(1, kept), parent, guesses))
+        return _assemble(*host), values.gather(1, kept)
 
 
 def _assemble(roots: Tensor, tokens: Tensor, parent: Tensor, guesses: Tensor) -> list[DraftTree]:

@@ -1,5 +1,5 @@
 """Verification: a walk down each tree with the target's own sampler."""
 
-from vllm_eagle.verify.walk import STOPPED, SampleLevel, Walk, walk, walk_greedy
+from vllm_eagle.verify.walk import STOPPED, SampleLevel, Walk, retrace, walk, walk_greedy
 
-__all__ = ["STOPPED", "SampleLevel", "Walk", "walk", "walk_greedy"]
+__all__ = ["STOPPED", "SampleLevel", "Walk", "retrace", "walk", "walk_greedy"]

@@ -68,6 +68,15 @@ def walk_greedy(trees: Sequence[DraftTree | None], taking_part: Sequence[bool], 
     return walk(trees, taking_part, pick)
 
 
+def retrace(trees: Sequence[DraftTree | None], tokens: Sequence[Sequence[int]]) -> Walk:
+    """Return the walk that emitted `tokens` [R], where they alone came back; a request without any took no part."""
+
+    def told(rows: NDArray[np.int64], emitted: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        return np.array([mine[len(past)] if len(past) < len(mine) else -1 for mine, past in zip(tokens, emitted, strict=True)])
+
+    return walk(trees, [bool(mine) for mine in tokens], told)
+
+
 class _Children:
     """Find the child of a row that carries a token, in all trees at once."""
 
