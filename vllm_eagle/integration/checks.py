@@ -84,13 +84,17 @@ def _check_engine(config: VllmConfig) -> None:
             "--data-parallel-size is not supported together with trees for a mixture of experts, whose ranks step together;"
             " run one server for each replica instead"
         )
+    if parallel.distributed_executor_backend not in (None, "mp", "uni"):
+        raise EagleError(
+            f"--distributed-executor-backend {parallel.distributed_executor_backend} is not supported together with trees; use mp"
+            " (vLLM's CPU backend has no Ray executor either)"
+        )
     refused: dict[str, Any] = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--nnodes": parallel.nnodes > 1,
-        "--distributed-executor-backend": parallel.distributed_executor_backend not in (None, "mp", "uni"),
         "--enable-dbo": parallel.use_ubatching,
         "--async-scheduling": bool(config.scheduler_config.async_scheduling),
         "--enable-lora": config.lora_config is not None,

@@ -71,9 +71,11 @@ class TreeProposer:
         assert drafter is not None
         self.drafter = drafter
         self.longest = self._longest()
+        embedding = "own" if self.head is not None and self.head.embed_tokens is not None else "the target's"
         words = "its own words" if self.aux_layers else self.options.vocabulary_file() or "the whole vocabulary"
         size, depth = self.growth.size, self.growth.depth
-        logger.info("trees of up to %d nodes, %d levels; head %s, drafting from %s", size, depth, self.options.model, words)
+        what = "trees of up to %d nodes, %d levels; head %s with %s embedding, drafting from %s"
+        logger.info(what, size, depth, self.options.model, embedding, words)
 
     def bind(self, runner: TreeRunner) -> None:
         """Find the attention group that serves the head's layers, once the runner has made its groups."""

@@ -1,0 +1,150 @@
+"""Several processes: tensor parallel, whose ranks must do the same; data parallel, whose ranks must not wait; Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm.envs
+from safetensors.torch import load_file
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.heads.variants import edit_tensors
+from tests.integration import parallel_ranks
+from tests.integration.harness import ENGINE, core_of, counters, engine, generate, greedy, prompts, trained_like
+from vllm_eagle import EagleError, speculate
+
+ASKED = prompts([5, 33, 64, 17])
+TOKENS = 40
+PARAMS: dict[str, Any] = {
+    "greedy": greedy(TOKENS),
+    "sampled": [SamplingParams(temperature=0.8, seed=r, max_tokens=TOKENS, ignore_eos=True) for r in range(len(ASKED))],
+}
+TREE = {"tree_depth": 4, "tree_top_k": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    """Bind no cores, which vLLM does by NUMA node, and end a step that hangs within a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vllm.envs.__dict__, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setitem(vllm.envs.__dict__, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 60)
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target, and a head that is often right, with an embedding that is the target's in its first half alone."""
+    target, head = trained_like(tmp_path_factory.mktemp("models"))
+    table = load_file(Path(target) / "model.safetensors")["model.embed_tokens.weight"]
+    table[128:] += 1e-3
+    edit_tensors(Path(head), **{"embed_tokens.weight": table})
+    return target, head
+
+
+@contextmanager
+def two_ranks(model: str, **options: Any) -> Iterator[LLM]:
+    llm = engine(model, tensor_parallel_size=2, distributed_executor_backend="mp", **options)
+    try:
+        yield llm
+    finally:
+        core_of(llm).model_executor.shutdown()
+
+
+def ask(llm: LLM, params: Any) -> list[list[int]]:
+    return generate(llm, ASKED, params)
+
+
+@pytest.fixture(scope="module")
+def texts(models: tuple[str, str]) -> dict[str, list[list[int]]]:
+    """What plain decoding writes in two processes; in one it writes the same here."""
+    with two_ranks(models[0]) as llm:
+        found = {name: ask(llm, params) for name, params in PARAMS.items()}
+    alone = engine(models[0])
+    assert found == {name: ask(alone, params) for name, params in PARAMS.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def trees(models: tuple[str, str], texts: dict[str, list[list[int]]]) -> Iterator[LLM]:
+    with two_ranks(models[0], **speculate(models[1], tree_size="auto", **TREE)) as llm:
+        llm.collective_rpc(parallel_ranks.watch)
+        yield llm
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_ranks_do_the_same(trees: LLM, texts: dict[str, list[list[int]]], name: str) -> None:
+    """Catches ranks that verify different trees or decide by their own clocks (one rank's is wrong here), and lost text."""
+    before = counters(trees)["accepted_tokens"]
+    assert ask(trees, PARAMS[name]) == texts[name]
+    assert counters(trees)["accepted_tokens"] > before
+    (first, learnt), (second, same) = trees.collective_rpc(parallel_ranks.told)
+    assert first == second
+    assert learnt == same
+    assert len({len(tree[0]) for trees, _, _ in first for tree in trees if tree is not None}) > 1  # sizes were chosen
+
+
+def test_ranks_draw_the_same_without_seeds(trees: LLM) -> None:
+    """Catches generators of requests without a seed that differ between ranks: the second would go on with another text."""
+    trees.collective_rpc(parallel_ranks.told)
+    ask(trees, SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True))
+    (first, learnt), (second, same) = trees.collective_rpc(parallel_ranks.told)
+    assert first == second
+    assert learnt == same
+
+
+def test_87_whose_embedding(trees: LLM) -> None:
+    """Catches a rank that compares its own part of the embedding alone, and shares where another does not (scenario 87)."""
+    assert trees.collective_rpc(parallel_ranks.embedding) == [("own", 128), ("own", 128)]
+
+
+def test_shared_products(trees: LLM, models: tuple[str, str]) -> None:
+    """Catches rows of the LM head lost between ranks, and logits that differ between them in any bit (draft vocabularies)."""
+    weights = str(Path(models[0]) / "model.safetensors")
+    (error, bits), (other, same) = trees.collective_rpc(parallel_ranks.products, args=(weights,))
+    assert max(error, other) < 1e-4
+    assert bits == same
+
+
+async def answer(llm: AsyncLLM, name: str, rank: int, prompt: list[int], tokens: int) -> list[int]:
+    async for out in llm.generate(TokensPrompt(prompt_token_ids=prompt), greedy(tokens), name, data_parallel_rank=rank):
+        last = out
+    return list(last.outputs[0].token_ids)
+
+
+def test_89_a_rank_without_work(models: tuple[str, str]) -> None:
+    """Catches a replica that waits for another which is idle, or drafts nothing near the length limit (scenario 89)."""
+    long = prompts([440, 440])[1]
+    plain = engine(models[0])
+    limit = ENGINE["max_model_len"] - len(long)  # the last steps have no room for a tree
+    wanted = [generate(plain, [long], greedy(limit))[0], generate(plain, ASKED[:2], greedy(TOKENS))]
+
+    async def talk() -> tuple[list[int], list[list[int]]]:
+        options = {**ENGINE, **speculate(models[1], tree_size=12, **TREE)}
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=models[0], data_parallel_size=2, **options))
+        try:
+            alone = await asyncio.wait_for(answer(llm, "long", 0, long, limit), 60)
+            asked = [answer(llm, f"later {r}", r, ASKED[r], TOKENS) for r in (0, 1)]
+            return alone, await asyncio.wait_for(asyncio.gather(*asked), 60)
+        finally:
+            llm.shutdown()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setitem(vllm.envs.__dict__, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
+        assert list(asyncio.run(talk())) == wanted
+
+
+def test_90_ray(models: tuple[str, str]) -> None:
+    """Catches an engine that starts Ray to die of it: vLLM's CPU platform names no resource Ray could count (scenario 90)."""
+    assert not current_platform.ray_device_key  # so that plain vLLM says "current platform cpu does not support ray"
+    with pytest.raises(EagleError, match="--distributed-executor-backend ray"):
+        engine(models[0], distributed_executor_backend="ray", **speculate(models[1]))
