@@ -18,7 +18,7 @@ from vllm_eagle.integration.parallel import plain_product, rows_of, shared_produ
 
 
 def watch(worker: Any) -> None:
-    """Record the trees and accepted paths of every step from now on, and let every rank but the first see a clock of its own."""
+    """Record every step's trees and accepted paths from now on; every rank but the first sees a clock that is wrong."""
     runner, usual = worker.model_runner, worker.model_runner._sample
     runner.told = []
 
@@ -69,3 +69,22 @@ def products(worker: Any, weights: str) -> tuple[float, list[bytes]]:
     got = [shared_product(table[tokens], packed_linear)(x), plain_product(target.lm_head, 250)(x), target.compute_logits(x)]
     wanted = [x @ table[tokens].T, x @ table[:250].T, x @ table.T]
     return max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True)), [a.numpy().tobytes() for a in got]
+
+
+def watch_head(worker: Any) -> None:
+    """Record the trees that the head behind a double drafts from now on."""
+    runner = worker.model_runner
+    head = runner.drafter.drafter.inner
+    usual, runner.told = head.draft, []
+
+    def draft(*args: Any) -> Any:
+        trees = usual(*args)
+        runner.told += [(tree.nodes, tree.parents.tolist(), tree.guesses.tolist()) for tree in trees if tree.size]
+        return trees
+
+    head.draft = draft
+
+
+def drafted(worker: Any) -> tuple[list[Any], bool]:
+    """Return the trees recorded, and whether this rank has seen another's verified."""
+    return worker.model_runner.told, worker.model_runner._warned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tests.heads.variants import edit_tensors
 from tests.integration import parallel_ranks
 from tests.integration.harness import ENGINE, core_of, counters, engine, generate, greedy, prompts, trained_like
+from tests.integration.test_families import let_experts_in, write_family, write_head
+from tests.integration.test_precision import eight_bits
 from vllm_eagle import EagleError, speculate
+from vllm_eagle.testing import tiny_head, tiny_target
+from vllm_eagle.train.words import Ends
 
 ASKED = prompts([5, 33, 64, 17])
 TOKENS = 40
@@ -65,12 +70,9 @@ def ask(llm: LLM, params: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(models: tuple[str, str]) -> dict[str, list[list[int]]]:
-    """What plain decoding writes in two processes; in one it writes the same here."""
-    with two_ranks(models[0]) as llm:
-        found = {name: ask(llm, params) for name, params in PARAMS.items()}
+    """What plain decoding writes in one process."""
     alone = engine(models[0])
-    assert found == {name: ask(alone, params) for name, params in PARAMS.items()}
-    return found
+    return {name: ask(alone, params) for name, params in PARAMS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +150,45 @@ def test_90_ray(models: tuple[str, str]) -> None:
     assert not current_platform.ray_device_key  # so that plain vLLM says "current platform cpu does not support ray"
     with pytest.raises(EagleError, match="--distributed-executor-backend ray"):
         engine(models[0], distributed_executor_backend="ray", **speculate(models[1]))
+
+
+def of_family(folder: Path, name: str) -> tuple[str, str, dict[str, Any]]:
+    target = write_family(name, folder / "target")
+    return target, write_head(folder / "head", Ends.load(Path(target)).embedding), {}
+
+
+def case(folder: Path, name: str) -> tuple[str, str, dict[str, Any]]:
+    """Write a target and a head, and return both with options."""
+    if name == "eagle3":
+        return tiny_target(folder / "target"), tiny_head(folder / "head", draft_vocab=101), {}
+    if name == "eight bits":
+        return eight_bits(tiny_target(folder / "plain")), tiny_head(folder / "head"), {}
+    if name == "words":
+        words = folder / "words.json"
+        words.write_text(json.dumps(list(range(2, 251, 3))))  # 83: one rank has a row less
+        return tiny_target(folder / "target"), tiny_head(folder / "head"), {"draft_vocab": str(words)}
+    return of_family(folder, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["words", "eagle3", "gemma2", "qwen3", "eight bits", "mixtral"])
+def test_other_heads_and_targets(name: str, tmp_path: Path) -> None:
+    """Catches a kind of head or target whose parts do not come together again: words of its own, caps, tied tables, experts."""
+    target, head, options = case(tmp_path, name)
+    with two_ranks(target) as llm:
+        wanted = {name: ask(llm, params) for name, params in PARAMS.items()}
+    let_experts_in()
+    alone = engine(target)
+    assert {name: ask(alone, params) for name, params in PARAMS.items()} == wanted  # plain vLLM, one process or two
+    whole = [ask + text for texts in wanted.values() for ask, text in zip(ASKED, texts, strict=True)]
+    (tmp_path / "texts.json").write_text(json.dumps(whole))
+    double = {"texts": str(tmp_path / "texts.json"), "depth": 3, "width": 2, "sibling": 1}
+    drafter = {"drafter": "vllm_eagle.testing.Oracle", "drafter_options": double}
+    with two_ranks(target, **speculate(head, tree_size=12, **TREE, **drafter, **options)) as llm:
+        llm.collective_rpc(parallel_ranks.watch_head)
+        assert {name: ask(llm, params) for name, params in PARAMS.items()} == wanted
+        assert counters(llm)["accepted_tokens"] > len(PARAMS) * len(ASKED) * TOKENS / 2
+        first, second = llm.collective_rpc(parallel_ranks.drafted)
+    assert first == second
+    assert len(first[0]) > 50
+    assert first[1] is False

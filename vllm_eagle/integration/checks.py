@@ -86,8 +86,8 @@ def _check_engine(config: VllmConfig) -> None:
         )
     if parallel.distributed_executor_backend not in (None, "mp", "uni"):
         raise EagleError(
-            f"--distributed-executor-backend {parallel.distributed_executor_backend} is not supported together with trees; use mp"
-            " (vLLM's CPU backend has no Ray executor either)"
+            f"--distributed-executor-backend {parallel.distributed_executor_backend} is not supported together with trees;"
+            " use mp (ray: vLLM 0.32 itself has no such executor for CPUs)"
         )
     refused: dict[str, Any] = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,

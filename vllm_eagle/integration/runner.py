@@ -168,7 +168,7 @@ class TreeRunner(CPUModelRunner):
             if own.nodes == drafts and own.parents[1:].tolist() == parents:
                 return own
         if not self._warned:
-            logger.warning("drafts of request %s are not those proposed for it on this rank; its tree is the scheduler's", request)
+            logger.warning("drafts of request %s are not those proposed here; its tree is the scheduler's", request)
             self._warned = True
         return DraftTree.build([0, *drafts], [-1, *parents])
 

@@ -78,7 +78,7 @@ class TreeScheduler(Scheduler):
         self._parents[req_id] = pruned.tree.parents[1:].tolist()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Add `kept_rows`, the rows left of each pruned tree that is verified in this step, `parents` of its nodes, and `seen`."""
+        """Add `kept_rows`, the rows left of each pruned tree of this step, `parents` of all trees' nodes, and `seen`."""
         self._give_up_drafts()
         output = super().schedule(throttle_prefills)
         drafted = output.scheduled_spec_decode_tokens
