@@ -6,9 +6,12 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import vllm.envs
 from safetensors.torch import load_file
@@ -23,8 +26,12 @@ from tests.integration.harness import ENGINE, core_of, counters, engine, generat
 from tests.integration.test_families import let_experts_in, write_family, write_head
 from tests.integration.test_precision import eight_bits
 from vllm_eagle import EagleError, speculate
+from vllm_eagle.integration import pace
+from vllm_eagle.integration.parallel import AgreedCosts
+from vllm_eagle.integration.runner import TreeRunner
 from vllm_eagle.testing import tiny_head, tiny_target
 from vllm_eagle.train.words import Ends
+from vllm_eagle.tree import DraftTree
 
 ASKED = prompts([5, 33, 64, 17])
 TOKENS = 40
@@ -114,6 +121,62 @@ def test_shared_products(trees: LLM, models: tuple[str, str]) -> None:
     (error, bits), (other, same) = trees.collective_rpc(parallel_ranks.products, args=(weights,))
     assert max(error, other) < 1e-4
     assert bits == same
+
+
+def test_the_schedulers_tree_is_verified() -> None:
+    """Catches a rank that verifies a tree of its own, or a chain, where the first rank's has gone to the scheduler."""
+    mine = replace(DraftTree.build([5, 6, 7, 8], [-1, 0, 0, 1]), guesses=np.array([1.0, 0.6, 0.3, 0.2], np.float32))
+    rank = SimpleNamespace(_trees={"a": mine}, _warned=False)
+
+    def scheduled(drafts: list[int], kept: list[int] | None, parents: list[int]) -> tuple[list[int], list[int], bool]:
+        tree = TreeRunner._scheduled_tree(rank, "a", drafts, kept, parents)  # type: ignore[arg-type]
+        assert tree is not None
+        return tree.nodes, tree.parents[1:].tolist(), tree.guesses is not None
+
+    assert scheduled([6, 7], None, [0, 0]) == ([6, 7], [0, 0], True)  # cut by the scheduler
+    assert scheduled([6, 8], [0, 1, 3], [0, 1]) == ([6, 8], [0, 1], True)  # pruned by a grammar
+    assert not rank._warned
+    assert scheduled([6, 7, 8], None, [0, 0, 2]) == ([6, 7, 8], [0, 0, 2], False)  # hangs elsewhere on this rank
+    assert scheduled([6, 9], None, [0, 1]) == ([6, 9], [0, 1], False)
+    assert scheduled([6, 9], [0, 1, 7], [0, 1]) == ([6, 9], [0, 1], False)  # a row this rank does not have
+    assert scheduled([6, 7, 8, 9], None, [0, 0, 1, 3]) == ([6, 7, 8, 9], [0, 0, 1, 3], False)
+    assert rank._warned
+
+
+def test_costs_are_the_first_ranks() -> None:
+    """Catches a rank that learns from its own clock, or learns something twice."""
+    first, second = (AgreedCosts([1, 4, 16], [0.01, 0.02, 0.04], [0.001] * 3) for _ in range(2))
+    for step in range(20):
+        for costs, speed in ((first, 2.0), (second, 7.0 + step)):
+            before = float(costs.verify(5)), float(costs.level(5)), costs.rest
+            costs.verify.observe(5, 0.02 * speed)
+            costs.first.observe(2, 0.001 * speed)
+            costs.observe_rest(0.5 * speed)
+            assert before == (float(costs.verify(5)), float(costs.level(5)), costs.rest)
+        seen, _ = first.leave(), second.leave()
+        assert len(seen) == 3
+        first.take(seen)
+        second.take(seen)
+    assert first.leave() == second.leave() == []
+    for name in ("verify", "first", "level"):
+        assert getattr(first, name).points() == getattr(second, name).points()
+    assert first.rest == second.rest == 1.0
+    assert 0.03 < float(second.verify(5)) < 0.06
+    assert float(second.first(2)) == 2 * float(second.level(2))
+
+
+@pytest.mark.parametrize("speed", [1.0, 3.0])
+def test_ranks_start_with_the_same_costs(speed: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks that run different passes at start-up: one has its curve's file, or finds it true, and another does not."""
+    kept = ([0.01, 0.04], [0.001, 0.002])
+    told = [kept, speed < pace.SAME]  # what the first rank says, in turn
+    passes: list[int] = []
+    monkeypatch.setattr(pace, "agreed", lambda mine: told.pop(0))
+    monkeypatch.setattr(pace, "_seconds", lambda rows, target: passes.extend(rows) or [0.01, 0.04 * 1.6])  # type: ignore[func-returns-value]
+    found = pace._recall(tmp_path / "none.json", [1, 16], print)
+    assert found == (kept if speed < pace.SAME else None)
+    assert passes == [1, 16]
+    assert told == []
 
 
 async def answer(llm: AsyncLLM, name: str, rank: int, prompt: list[int], tokens: int) -> list[int]:
