@@ -16,8 +16,10 @@ import pytest
 import vllm.envs
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.heads.variants import edit_tensors
@@ -49,6 +51,7 @@ def processes() -> Iterator[None]:
         patch.setitem(vllm.envs.__dict__, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setitem(vllm.envs.__dict__, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 60)
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setattr(LLM, "__repr__", object.__repr__)  # vLLM's asks the workers, and a failure's report would wait for ever
         yield
 
 
@@ -256,3 +259,29 @@ def test_other_heads_and_targets(name: str, tmp_path: Path) -> None:
     assert first == second
     assert len(first[0]) > 50
     assert first[1] is False
+
+
+@pytest.mark.slow
+def test_grammars_prune_on_every_rank(tmp_path: Path) -> None:
+    """Catches a rank that verifies rows which a grammar has pruned from the first rank's tree."""
+    target, head = tiny_target(tmp_path / "target", vocab=300, letters=True), tiny_head(tmp_path / "head", vocab=300)
+    options = {"structured_outputs_config": StructuredOutputsConfig(backend="xgrammar")}
+    kinds: list[dict[str, Any]] = [{"json": {"type": "array", "items": {"type": "integer"}}}, {"regex": "[a-z]{3,9}-[0-9]+"}]
+    grammars = [StructuredOutputsParams(**kinds[r % 2]) for r in range(len(ASKED))]
+    params = [
+        SamplingParams(temperature=0.9 * (r // 2), seed=r, max_tokens=TOKENS, structured_outputs=grammar)
+        for r, grammar in enumerate(grammars)
+    ]
+    wanted = generate(engine(target, **options), ASKED, params)
+    (tmp_path / "texts.json").write_text(json.dumps([ask + text for ask, text in zip(ASKED, wanted, strict=True)]))
+    double = {"texts": str(tmp_path / "texts.json"), "depth": 4, "width": 3, "sibling": 1, "vocab": 300}
+    drafter = {"drafter": "vllm_eagle.testing.Oracle", "drafter_options": double}
+    with two_ranks(target, **options, **speculate(head, tree_size=16, **TREE, **drafter)) as llm:
+        llm.collective_rpc(parallel_ranks.watch_head)
+        assert generate(llm, ASKED, params) == wanted
+        counted = counters(llm)
+        first, second = llm.collective_rpc(parallel_ranks.drafted)
+    assert first == second
+    assert first[1] is False
+    assert counted["accepted_tokens"] > sum(map(len, wanted)) / 2
+    assert counted["draft_tokens"] < 14 * counted["drafts"]  # of 15 nodes some are always outside
