@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,3 +143,11 @@ def test_the_growth_shown_grows(repository: Path) -> None:
         tree.validate()
         assert tree.size >= 1
     assert float(values[:, 1:].max()) > -0.69 or values.shape[1] == 1
+
+
+def test_the_page_on_scaling_shows_what_is_computed(repository: Path) -> None:
+    """Catches a formula or a figure changed in the script and not on the page, or the other way round."""
+    computed = runpy.run_path(str(repository / "benchmarks" / "scaling.py"))["tables"]()
+    page = (repository / "docs" / "scaling.md").read_text()
+    assert len(tables := computed.strip().split("\n\n")) == 3
+    assert not [table for table in tables if table not in page]

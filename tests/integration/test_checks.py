@@ -90,7 +90,7 @@ CONNECTOR = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     ("options", "message"),
     [
         ({"max_num_batched_tokens": 512, "max_num_seqs": 4, "pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend external_launcher"),
         ({"enable_lora": True, "max_num_seqs": 4}, "--enable-lora"),
         ({"kv_transfer_config": CONNECTOR}, "--kv-transfer-config is not supported together with trees; remove it"),
         ({"long_prefill_token_threshold": 20}, "26 tokens, do not fit --long-prefill-token-threshold 20"),
@@ -105,6 +105,14 @@ def test_engine_options_that_do_not_go_with_trees(target: str, head: str, option
     """Catches an unsupported feature that would give wrong text or a crash later (scenarios 28, 61, 62 and 75)."""
     with pytest.raises(EagleError, match=message):
         configure(target, **speculate(head), **options)
+
+
+def test_replicas_of_a_mixture_of_experts(head: str, tmp_path: Path) -> None:
+    """Catches replicas that step together, one of which would draft while another does not (scenario 89)."""
+    config = AutoConfig.for_model("mixtral", architectures=["MixtralForCausalLM"], **TEXT)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(EagleError, match="for a mixture of experts, whose ranks step together; run one server for each"):
+        configure(str(tmp_path), skip_tokenizer_init=True, data_parallel_size=2, **speculate(head))
 
 
 def test_30_async_scheduling(target: str, head: str) -> None:

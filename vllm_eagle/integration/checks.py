@@ -101,10 +101,22 @@ def _check_platform() -> None:
 
 def _check_engine(config: VllmConfig) -> None:
     parallel = config.parallel_config
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:  # dense ranks are engines of their own
+        raise EagleError(
+            "--data-parallel-size is not supported together with trees for a mixture of experts, whose ranks step together;"
+            " run one server for each replica instead"
+        )
+    if parallel.distributed_executor_backend not in (None, "mp", "uni"):
+        raise EagleError(
+            f"--distributed-executor-backend {parallel.distributed_executor_backend} is not supported together with trees;"
+            " use mp (ray: vLLM 0.32 itself has no such executor for CPUs)"
+        )
     refused: dict[str, Any] = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
-        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
-        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
+        "--nnodes": parallel.nnodes > 1,
         "--enable-dbo": parallel.use_ubatching,
         "--async-scheduling": bool(config.scheduler_config.async_scheduling),
         "--enable-lora": config.lora_config is not None,

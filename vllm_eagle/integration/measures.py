@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 DRAFT, VERIFY, COMMIT = PARTS = ("draft", "verify", "commit")
@@ -23,6 +23,8 @@ class Measures:
     """Levels of each tree verified in this step, by request."""
     seconds: dict[str, float]
     """Wall time of the step's parts, those that took place."""
+    seen: list[tuple[str, int, float]] = field(default_factory=list)
+    """What the costs of steps are learnt from, where several ranks have to learn the same (`parallel.py`)."""
 
 
 def timed(part: str) -> Callable[[Method], Method]:

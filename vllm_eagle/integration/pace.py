@@ -19,6 +19,7 @@ import vllm
 from vllm_eagle import __version__, envs
 from vllm_eagle.control import Controller, Costs, Curve
 from vllm_eagle.drafting import HeadDrafter, Known
+from vllm_eagle.integration.parallel import AgreedCosts, Seen, agreed, is_first, ranks, share_costs
 from vllm_eagle.integration.step import Step
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ class Pace:
         self.controller = controller
         self._began = time.perf_counter()
         self._ended, self._served = self._began, frozenset[str]()
+
+    def take(self, seen: Seen) -> None:
+        """Learn what the first of several ranks saw in the last step."""
+        if isinstance(costs := self.controller.costs, AgreedCosts):
+            costs.take(seen)
+
+    def leave(self) -> Seen:
+        """Return what this rank saw, if others have to learn it."""
+        costs = self.controller.costs
+        return costs.leave() if isinstance(costs, AgreedCosts) else []
 
     def begin_step(self, requests: Iterable[str]) -> None:
         """Hear that a step of these requests begins; the time since the last one counts if it has one of that one's left.
@@ -92,17 +103,18 @@ def measure_costs(runner: TreeRunner, drafter: HeadDrafter) -> Costs:
     began = time.perf_counter()
     with torch.inference_mode():
         if (found := _recall(file, rows, target)) is None:
-            found = _seconds(rows, target), _seconds(rows, head)
-            _remember(file, rows, *found)
-    verify, level = Curve(rows, found[0]), found[1]
+            found = agreed((_seconds(rows, target), _seconds(rows, head)))
+            if is_first():
+                _remember(file, rows, *found)
+    verify = Curve(rows, found[0])
     logger.info(
         "measured in %.1f s: a step of the target takes %.1f ms for 1 row, %.1f ms for 16; a level of the head %.1f ms",
         time.perf_counter() - began,
         1e3 * float(verify(1)),
         1e3 * float(verify(16)),
-        1e3 * level[0],
+        1e3 * found[1][0],
     )
-    return Costs(verify, Curve(rows, level), Curve(rows, level))
+    return share_costs(rows, *found)
 
 
 def _key(runner: TreeRunner, drafter: HeadDrafter) -> str:
@@ -114,7 +126,7 @@ def _key(runner: TreeRunner, drafter: HeadDrafter) -> str:
         drafter.head.config,
         drafter.growth,
         None if words is None else len(words),
-        (model.dtype, model.quantization, mode, torch.get_num_threads()),
+        (model.dtype, model.quantization, mode, torch.get_num_threads(), ranks()),
         (platform.node(), platform.processor(), vllm.__version__, __version__),
     )
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
@@ -122,6 +134,14 @@ def _key(runner: TreeRunner, drafter: HeadDrafter) -> str:
 
 def _recall(file: Path, rows: Sequence[int], target: Callable[[int], object]) -> tuple[list[float], list[float]] | None:
     """Return the curves kept in `file` if two passes of the target lie on one of them, however fast the machine is today."""
+    if (kept := agreed(_read(file, rows))) is None:
+        return None
+    ends = [0, len(rows) - 1]
+    few, many = (now / kept[0][at] for at, now in zip(ends, _seconds([rows[at] for at in ends], target), strict=True))
+    return kept if agreed(max(few, many) < SAME * min(few, many)) else None
+
+
+def _read(file: Path, rows: Sequence[int]) -> tuple[list[float], list[float]] | None:
     try:
         kept = json.loads(file.read_text())
         verify, level = list(map(float, kept["verify"])), list(map(float, kept["level"]))
@@ -129,9 +149,7 @@ def _recall(file: Path, rows: Sequence[int], target: Callable[[int], object]) ->
         return None
     if kept.get("rows") != list(rows) or not len(verify) == len(level) == len(rows) or min(*verify, *level) <= 0:
         return None
-    ends = [0, len(rows) - 1]
-    few, many = (now / verify[at] for at, now in zip(ends, _seconds([rows[at] for at in ends], target), strict=True))
-    return (verify, level) if max(few, many) < SAME * min(few, many) else None
+    return verify, level
 
 
 def _remember(file: Path, rows: Sequence[int], verify: Sequence[float], level: Sequence[float]) -> None:

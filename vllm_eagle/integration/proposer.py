@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -22,6 +21,7 @@ from vllm_eagle.heads import AnyHead, Eagle3Head, load_head
 from vllm_eagle.heads.checkpoint import check_folder
 from vllm_eagle.integration.checks import check_config, check_worker, read_options
 from vllm_eagle.integration.gemm import eight_bit_linear, use_packed_linears
+from vllm_eagle.integration.parallel import plain_product, rows_of, shared_product
 from vllm_eagle.names import WORKER
 
 if TYPE_CHECKING:
@@ -71,9 +71,11 @@ class TreeProposer:
         assert drafter is not None
         self.drafter = drafter
         self.longest = self._longest()
+        embedding = "own" if self.head is not None and self.head.embed_tokens is not None else "the target's"
         words = "its own words" if self.aux_layers else self.options.vocabulary_file() or "the whole vocabulary"
         size, depth = self.growth.size, self.growth.depth
-        logger.info("trees of up to %d nodes, %d levels; head %s, drafting from %s", size, depth, self.options.model, words)
+        what = "trees of up to %d nodes, %d levels; head %s with %s embedding, drafting from %s"
+        logger.info(what, size, depth, self.options.model, embedding, words)
 
     def bind(self, runner: TreeRunner) -> None:
         """Find the attention group that serves the head's layers, once the runner has made its groups."""
@@ -127,19 +129,20 @@ class TreeProposer:
     def _candidates(self, target: Any, head: AnyHead) -> DraftVocabulary:
         normed = head.normed
         if isinstance(head, Eagle3Head):
-            product = eight_bit_linear(head.lm_head.weight.detach())
+            product = shared_product(head.lm_head.weight.detach(), eight_bit_linear)
             del head.lm_head  # the product holds it
             words = None if head.vocabulary is None else head.vocabulary.to(next(target.parameters()).device)
             return DraftVocabulary(lambda features: product(normed(features)), words)
         file, size = self.options.vocabulary_file(), self.config.model_config.get_vocab_size()
-        table = getattr(target, "lm_head", target.model.embed_tokens).weight  # Gemma-2 ties the two by having one
+        table = getattr(target, "lm_head", target.model.embed_tokens)  # Gemma-2 ties the two by having one
         if file is not None:
-            tokens = read_vocabulary(Path(file), size).to(table.device)
-            rows = eight_bit_linear(table[tokens])
+            tokens = read_vocabulary(Path(file), size).to(table.weight.device)
+            rows = shared_product(rows_of(table, tokens), eight_bit_linear)
             return DraftVocabulary(lambda features: rows(normed(features)), tokens)
         if target.logits_processor.soft_cap is None:
             return DraftVocabulary(lambda features: target.compute_logits(normed(features)))
-        return DraftVocabulary(lambda features: functional.linear(normed(features), table[:size]))  # learnt uncapped
+        uncapped = plain_product(table, size)  # as it was learnt
+        return DraftVocabulary(lambda features: uncapped(normed(features)))
 
 
 def _load_class(path: str) -> Any:

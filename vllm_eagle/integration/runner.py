@@ -24,6 +24,7 @@ from vllm_eagle.integration.head_cache import PagedHeadCache
 from vllm_eagle.integration.limits import room, wished_size
 from vllm_eagle.integration.measures import COMMIT, DRAFT, VERIFY, Measures, timed
 from vllm_eagle.integration.pace import Pace, measure_costs
+from vllm_eagle.integration.parallel import is_first
 from vllm_eagle.integration.proposer import TreeProposer
 from vllm_eagle.integration.sampling import (
     LevelSampler,
@@ -62,7 +63,7 @@ class TreeSteps:
         self._pace: Pace | None = None  # trees of a fixed size have none
         self._failed: set[str] = set()  # requests whose drafting failed, each told of once
         self._watch = AcceptanceWatch(self.drafter.options.model)
-        self._tracer = Tracer.of(self.vllm_config, self.drafter.options)
+        self._tracer = Tracer.of(self.vllm_config, self.drafter.options) if is_first() else None
         self.seconds: dict[str, float] = {}  # of this step, by part
         self._shares_noise = envs.shares_noise() and noise_is_ours(self.sampler)
         self.use_aux_hidden_state_outputs = bool(self.drafter.aux_layers)
@@ -103,10 +104,12 @@ class TreeSteps:
     # The whole step ----------------------------------------------------------------------------------------------
 
     @timed(VERIFY)
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target over roots and nodes."""
         self.seconds = {}
-        return super().execute_model(*args, **kwargs)
+        if self._pace is not None:
+            self._pace.take(scheduler_output.seen)
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Walk, commit and draft; what was measured leaves with the output."""
@@ -115,7 +118,8 @@ class TreeSteps:
         if step is not None:
             depths = {names[r]: int(tree.depths.max()) for r, tree in enumerate(step.trees) if tree is not None}
             seconds = {part: s for part, s in self.seconds.items() if depths or part != VERIFY}
-            output.measures = Measures([len(nodes) for nodes in self._draft_token_ids or [] if nodes], depths, seconds)
+            seen = [] if self._pace is None else self._pace.leave()
+            output.measures = Measures([len(nodes) for nodes in self._draft_token_ids or [] if nodes], depths, seconds, seen)
             if self._tracer is not None:
                 self._tracer.observe(step, self.requests, names, self.seconds)
         return output
@@ -128,10 +132,12 @@ class TreeSteps:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         count, total = self.input_batch.num_reqs, scheduler_output.total_num_scheduled_tokens
         drafts, kept = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.kept_rows
+        parents = scheduler_output.parents
         tables = self.input_batch.block_table.block_tables
         self._step = step = Step(
             trees=[
-                self._scheduled_tree(request, drafts.get(request), kept.get(request)) for request in self.input_batch.req_ids
+                self._scheduled_tree(request, drafts.get(request), kept.get(request), parents.get(request))
+                for request in self.input_batch.req_ids
             ],
             starts=self.query_start_loc.np[:count].copy(),
             counts=num_scheduled_tokens[:count],
@@ -146,21 +152,28 @@ class TreeSteps:
                 table.slot_mapping.gpu[nodes] = -1
         return prepared
 
-    def _scheduled_tree(self, request: str, drafts: list[int] | None, kept: list[int] | None) -> DraftTree | None:
-        """Return the tree behind the scheduled drafts: of the rows a grammar kept, a prefix, since the scheduler may cut it."""
+    def _scheduled_tree(
+        self, request: str, drafts: list[int] | None, kept: list[int] | None, parents: list[int] | None
+    ) -> DraftTree | None:
+        """Return the tree behind the scheduled drafts: of the rows a grammar kept, a prefix, since the scheduler may cut it.
+
+        It is the scheduler's, so that several ranks verify one and the same; the head's guesses are taken from our own.
+        """
         if not drafts:
             return None
-        if drafts[0] == PLACEHOLDER:
+        if drafts[0] == PLACEHOLDER or parents is None:
             return DraftTree.chain(0, drafts)
-        tree = self._trees.get(request)
-        if tree is not None and kept is not None:
-            tree = tree.subset(kept)
-        if tree is not None and tree.nodes[: len(drafts)] == drafts:
-            return tree.prefix(len(drafts))
+        own = self._trees.get(request)
+        if own is not None and kept is not None and kept[-1] < len(own.tokens):
+            own = own.subset(kept)
+        if own is not None and own.size >= len(drafts):
+            own = own.prefix(len(drafts))
+            if own.nodes == drafts and own.parents[1:].tolist() == parents:
+                return own
         if not self._warned:
-            logger.warning("drafts of request %s are not those proposed for it; such drafts are verified as a chain", request)
+            logger.warning("drafts of request %s are not those proposed here; its tree is the scheduler's", request)
             self._warned = True
-        return DraftTree.chain(0, drafts)
+        return DraftTree.build([0, *drafts], [-1, *parents])
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)

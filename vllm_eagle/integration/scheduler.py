@@ -2,8 +2,9 @@
 
 runner     TreeDrafts: nodes and their parents
 here       nodes the grammar refuses are pruned, so that none is verified in vain
-runner     SchedulerOutput.kept_rows: which rows of the proposed tree are left; ModelRunnerOutput.measures: sizes and times
-here       TreeStats
+runner     SchedulerOutput.kept_rows: which rows of the proposed tree are left, .parents: what hangs where, for every rank;
+           ModelRunnerOutput.measures: sizes and times
+here       TreeStats; SchedulerOutput.seen: the first rank's times, for every rank
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.v1.request import Request
 from vllm_eagle.integration.grammar import allowed_rows, masks
 from vllm_eagle.integration.measures import Measures
 from vllm_eagle.integration.metrics import TreeStats
+from vllm_eagle.integration.parallel import Seen
 from vllm_eagle.tree import DraftTree
 
 PLACEHOLDER = -1
@@ -50,13 +52,17 @@ class TreeScheduler(Scheduler):
             group.is_eagle_group = not vllm_config.speculative_config.disable_eagle_block_drop  # type: ignore[union-attr]
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self._pruned: dict[str, _Pruned] = {}  # requests with structured output and a tree not verified yet
+        self._parents: dict[str, list[int]] = {}  # of the nodes proposed last, by request
         self._measures: Measures | None = None  # of the step whose output is looked at
+        self._seen: Seen = []
         self._discarded = 0
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the drafts of a step; vLLM would cut a constrained request's at the first sibling."""
         super().update_draft_token_ids(draft_token_ids)
         assert isinstance(draft_token_ids, TreeDrafts)
+        self._parents.update(zip(draft_token_ids.req_ids, draft_token_ids.parents, strict=True))
+        self._parents = {request: parents for request, parents in self._parents.items() if request in self.requests}
         for drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_token_ids.parents, strict=True):
             self._prune(*drafts)
         self._pruned = {request: pruned for request, pruned in self._pruned.items() if request in self.requests}
@@ -69,13 +75,18 @@ class TreeScheduler(Scheduler):
         rows = allowed_rows(self.structured_output_manager, request, tree)
         self._pruned[req_id] = pruned = _Pruned(rows, tree.subset(rows))
         request.spec_token_ids = pruned.tree.nodes
+        self._parents[req_id] = pruned.tree.parents[1:].tolist()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Add `kept_rows`, the rows left of each pruned tree that is verified in this step."""
+        """Add `kept_rows`, the rows left of each pruned tree of this step, `parents` of all trees' nodes, and `seen`."""
         self._give_up_drafts()
         output = super().schedule(throttle_prefills)
         drafted = output.scheduled_spec_decode_tokens
         output.kept_rows = {request: pruned.rows for request, pruned in self._pruned.items() if request in drafted}  # type: ignore[attr-defined]
+        output.parents = {  # type: ignore[attr-defined]
+            request: parents[: len(drafted[request])] for request, parents in self._parents.items() if request in drafted
+        }
+        output.seen, self._seen = self._seen, []  # type: ignore[attr-defined]
         return output
 
     def _give_up_drafts(self) -> None:
@@ -124,6 +135,8 @@ class TreeScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """Take what the runner measured; placeholders are no nodes that anybody drafted."""
         self._measures, self._discarded = getattr(model_runner_output, "measures", None), 0
+        if self._measures is not None:
+            self._seen = self._measures.seen
         drafts = scheduler_output.scheduled_spec_decode_tokens
         padded = {request: len(nodes) for request, nodes in drafts.items() if nodes[0] == PLACEHOLDER}
         if padded:
