@@ -32,6 +32,7 @@ ORDER = [
     "doctor",
     "integration",
     "demo",
+    "deploy",
     "plugin",
     "cli",
 ]
