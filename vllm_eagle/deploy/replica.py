@@ -11,7 +11,7 @@ from vllm_eagle.envs import preload
 class Replica:
     """Hold an engine and vLLM's OpenAI application around it; Serve calls the methods and passes on requests."""
 
-    async def __init__(self, flags: list[str]) -> None:
+    async def __init__(self, flags: list[str]) -> None:  # type: ignore[misc]  # Serve awaits it, in the loop of the requests
         """Start the engine from flags of `vllm serve`; what it raises is the reason Serve reports."""
         _environment()
         from vllm_eagle.integration.serving import start
