@@ -15,6 +15,7 @@ from pathlib import Path
 from vllm_eagle.demo.prompts import PROMPTS
 from vllm_eagle.deploy.application import build
 from vllm_eagle.deploy.local import serving, tree_metrics
+from vllm_eagle.errors import EagleError
 
 NAME = "demo"
 _EXPORTED = 60.0
@@ -34,9 +35,9 @@ class Answer:
 def show(model: Path, head: Path, *, replicas: int, clients: int, tokens: int, port: int) -> int:
     """Start, ask, print and stop; return 0 if every replica has answered and drafted."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     arguments = {"model": model, "speculative-model": head, "served-model-name": NAME, "speculative-tree-size": 8}
     arguments |= {"dtype": "float32", "enforce-eager": True, "max-model-len": 1024, "max-num-seqs": 8}
+    arguments["kv-cache-memory-bytes"] = 1 << 28
     app = build(arguments, num_replicas=replicas, ray_actor_options={"num_cpus": 1})
     print(f"starting {replicas} replicas (a minute on two free cores)", flush=True)
     began = time.monotonic()
@@ -56,15 +57,17 @@ def show(model: Path, head: Path, *, replicas: int, clients: int, tokens: int, p
 
 
 def ask(url: str, prompt: str, tokens: int) -> Answer:
-    """Ask one question, greedy."""
+    """Ask one question, greedy; raises `EagleError` if there is no answer."""
     body = {"model": NAME, "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request) as response:
-        found = json.load(response)
-        text, count = found["choices"][0]["message"]["content"], found["usage"]["completion_tokens"]
-        return Answer(response.headers["x-replica"], prompt, text, count)
+    try:
+        with urllib.request.urlopen(request) as response:
+            found, replica = json.load(response), response.headers["x-replica"]
+    except OSError as wrong:  # refused, broken off, or an HTTP status
+        raise EagleError(f"a request failed ({wrong}): was a replica killed? Ray does so where memory runs short") from None
+    return Answer(replica, prompt, found["choices"][0]["message"]["content"], found["usage"]["completion_tokens"])
 
 
 def exported(names: set[str]) -> dict[str, dict[str, float]]:
