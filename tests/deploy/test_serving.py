@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +81,8 @@ def test_one_replica(one: str, texts: dict[str, str]) -> None:
     assert numbers["num_draft_tokens_total"] > numbers["num_drafts_total"] > 0
     assert 0 < numbers["num_accepted_tokens_total"] < numbers["num_draft_tokens_total"]
     assert numbers["tree_verified_nodes_sum"] == numbers["num_draft_tokens_total"]
+    own = urllib.request.urlopen(one + "/metrics").read().decode()
+    assert float(re.findall(r"^vllm:spec_decode_num_draft_tokens_total\S* (\S+)$", own, re.M)[0]) > 0
 
 
 def test_an_engine_that_dies_is_replaced(one: str, texts: dict[str, str]) -> None:

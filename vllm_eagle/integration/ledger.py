@@ -24,6 +24,8 @@ class Touch:
     until: str
     parameters: tuple[str, ...] | None = None
     """Its parameters as we know them, self left out; None where only its presence matters."""
+    served: bool = False
+    """Of replicas on Ray Serve alone: workers do not load vLLM's HTTP side to look."""
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
@@ -141,12 +143,21 @@ TOUCHES = (
     Touch("vllm._custom_ops.create_onednn_mm", "called", "the head's layers use vLLM's packed product", "stays"),
     Touch("vllm._custom_ops.create_onednn_scaled_mm", "called", "feed-forward layers and draft LM head in 8 bits", "stays"),
     Touch("vllm._custom_ops.onednn_scaled_int8_quant", "called", "their inputs, a scale for each row", "stays"),
+    Touch("vllm.entrypoints.launchers.cli_args.make_arg_parser", "called", "a replica takes the flags of `vllm serve`", "stays",
+          ("parser",), served=True),
+    Touch("vllm.entrypoints.launchers.app.build_app", "called", "a replica is vLLM's own OpenAI application", "stays",
+          ("args", "supported_tasks", "model_config"), served=True),
+    Touch("vllm.entrypoints.launchers.api_server.app_state.init_app_state", "called, and `state.server` set",
+          "the same; on an engine's error vLLM's handler sets a flag of its HTTP server, which is Ray Serve's here", "stays",
+          ("engine_client", "state", "args", "supported_tasks"), served=True),
+    Touch("vllm.v1.metrics.ray_wrappers.RayPrometheusStatLogger", "handed to the engine, before vLLM's own",
+          "Ray exports the numbers by replica; vLLM's own, made last, clears the registry first", "stays", served=True),
 )  # fmt: skip
 
 
-def check() -> None:
-    """Compare with the installed vLLM; raises `EagleError` naming the first difference."""
-    for touch in TOUCHES:
+def check(served: bool = False) -> None:
+    """Compare with the installed vLLM, a worker's touches or a replica's; raises `EagleError` naming the first difference."""
+    for touch in (one for one in TOUCHES if one.served == served):
         found = _resolve(touch.target)
         if touch.parameters is not None:
             got = tuple(name for name in inspect.signature(found).parameters if name not in ("self", "cls"))

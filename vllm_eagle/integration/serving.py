@@ -18,6 +18,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
 from vllm_eagle.errors import EagleError
+from vllm_eagle.integration import ledger
 
 
 class Serving:
@@ -40,12 +41,13 @@ def start(flags: list[str]) -> Serving:
 
     Its numbers go to vLLM's own `/metrics` and, named by replica, to Ray's.
     """
+    ledger.check(served=True)
     args = _parse(flags)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine = AsyncLLM.from_vllm_config(
         engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER),
         usage_context=UsageContext.OPENAI_API_SERVER,
-        stat_loggers=[PrometheusStatLogger, RayPrometheusStatLogger],
+        stat_loggers=[RayPrometheusStatLogger, PrometheusStatLogger],  # in this order: each clears the other's registry first
         enable_log_requests=engine_args.enable_log_requests,
         disable_log_stats=engine_args.disable_log_stats,
     )
