@@ -14,7 +14,7 @@ from contextlib import suppress
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each replica; vLLM's default is sized for one server
 
 from vllm_eagle import EagleError
-from vllm_eagle.deploy import build
+from vllm_eagle.deploy import replicated
 from vllm_eagle.deploy.local import serving
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
 
-    app = build(
+    app = replicated(
         {  # flags of vllm serve
             "model": arguments.model,
             "speculative-model": arguments.head,

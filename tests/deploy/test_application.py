@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from vllm_eagle.cli import main
-from vllm_eagle.deploy import build
+from vllm_eagle.deploy import replicated
 from vllm_eagle.deploy.application import flags
-from vllm_eagle.deploy.local import check_port, reason
-from vllm_eagle.errors import EagleError
+from vllm_eagle.deploy.local import check_port
+from vllm_eagle.errors import EagleError, last_error
 
 
 def test_arguments_become_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_arguments_that_cannot_be() -> None:
 
 def test_options_of_the_deployment(repository: Path) -> None:
     """Catches an endless restart, and options a user gives that defaults override."""
-    deployment = build({"model": "m"}, num_replicas=3, health_check_period_s=7)._bound_deployment
+    deployment = replicated({"model": "m"}, num_replicas=3, health_check_period_s=7)._bound_deployment
     assert deployment.name == "Engine"
     assert deployment.num_replicas == 3
     config = deployment._deployment_config
@@ -84,5 +84,5 @@ def test_the_reason_of_a_failure() -> None:
         'Failed to start.\nray.exceptions.RayTaskError(HeadError): ray::Engine()\n  File "x.py", line 3\n'
         "vllm_eagle.errors.HeadError: head: hidden_size is 32, the target has 64\n\nMore in the log."
     )
-    assert reason(report).endswith("HeadError: head: hidden_size is 32, the target has 64")
-    assert reason("no error at all") == "no error at all"
+    assert last_error(report).endswith("HeadError: head: hidden_size is 32, the target has 64")
+    assert last_error("no error at all") == "no error at all"

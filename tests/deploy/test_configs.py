@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm_eagle.deploy.application import NAME, flags
+from vllm_eagle.deploy.application import flags
 
 
 def manifests(repository: Path) -> dict[str, dict[str, Any]]:
@@ -28,16 +28,19 @@ def parsed(words: list[str], model: str) -> Any:
     return _parse([model if word.startswith("/models") else word.replace("/models/head", model) for word in words])
 
 
-def test_ray_serve_takes_its_configuration(repository: Path) -> None:
-    """Catches an option of Ray Serve that is misspelt, out of range, or meant for a deployment that does not exist."""
+def test_ray_serve_takes_its_configuration(repository: Path, target: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an option Ray Serve does not know, a deployment that does not exist, and a builder it does not call."""
     from ray._common.utils import import_attr
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as built
     from ray.serve.schema import ServeDeploySchema
+
+    monkeypatch.setenv("MODEL", target)
+    monkeypatch.setenv("HEAD", head)
 
     config = ServeDeploySchema.model_validate(ray_config(repository))
     (application,) = config.applications
-    assert import_attr(application.import_path).__name__ == "build"
     (deployment,) = application.deployments
-    assert deployment.name == NAME
+    assert deployment.name == built(import_attr(application.import_path), application.args)._bound_deployment.name
     assert deployment.autoscaling_config["target_ongoing_requests"] < deployment.max_ongoing_requests
 
 

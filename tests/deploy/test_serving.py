@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.clients import NAME, Load, Stream, alive, family, replicas, until
-from vllm_eagle.deploy import build
+from vllm_eagle.deploy import replicated
 from vllm_eagle.deploy.local import serving, tree_metrics
 from vllm_eagle.errors import EagleError
 
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 def application(folders: tuple[str, str], count: int) -> Any:
     model = {"model": folders[0], "speculative-model": folders[1], "served-model-name": NAME, "speculative-tree-size": 8}
-    return build(model | ENGINE, num_replicas=count, ray_actor_options={"num_cpus": 1})
+    return replicated(model | ENGINE, num_replicas=count, ray_actor_options={"num_cpus": 1})
 
 
 def prompts() -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_eagle.batch.results import Results
-from vllm_eagle.errors import EagleError
+from vllm_eagle.errors import EagleError, last_error
 from vllm_eagle.train.progress import Progress
 
 LOCAL = "local"
@@ -45,10 +45,26 @@ def answer(cluster: Cluster, flags: list[str], rows: Iterator[tuple[int, bytes]]
             progress.add(tokens, note=f" · {failed} failed" if failed else "")
 
 
+class Answerer:
+    """Answer blocks of rows with an engine of its own: what Ray Data runs, once on every replica."""
+
+    def __init__(self, flags: list[str]) -> None:
+        """Start the engine; raises `EagleError` for flags vLLM does not take."""
+        from vllm_eagle.integration.batch_engine import engine
+
+        self._llm = engine(flags)
+
+    def __call__(self, block: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the results of a block, as JSON, in the order they ended."""
+        from vllm_eagle.integration.batch_engine import answers
+
+        rows = zip(map(int, block["index"]), block["line"], strict=True)
+        found = list(answers(self._llm, rows))
+        return {"index": [index for index, _ in found], "result": [json.dumps(result) for _, result in found]}
+
+
 def _answered(data: Any, todo: Sequence[dict[str, Any]], cluster: Cluster, flags: list[str]) -> Iterator[dict[str, Any]]:
     from ray.exceptions import RayError
-
-    from vllm_eagle.integration.batch_engine import Answerer
 
     blocks = -(-len(todo) // cluster.block)
     answered = data.from_items(todo, override_num_blocks=blocks).map_batches(
@@ -63,7 +79,7 @@ def _answered(data: Any, todo: Sequence[dict[str, Any]], cluster: Cluster, flags
         yield from answered.iter_rows()
     except RayError as wrong:
         raise EagleError(
-            f"no replica could go on: {reason(wrong)}; answered rows are kept, run the same command again"
+            f"no replica could go on: {last_error(str(wrong))}; answered rows are kept, run the same command again"
         ) from None
 
 
@@ -82,7 +98,7 @@ def connected(cluster: Cluster) -> Iterator[Any]:
     try:
         ray.init(address=cluster.address, **options)
     except (ConnectionError, ValueError) as wrong:
-        raise EagleError(f"--ray {cluster.address}: {reason(wrong)}") from None
+        raise EagleError(f"--ray {cluster.address}: {last_error(str(wrong))}") from None
     try:
         context = data.DataContext.get_current()
         context.enable_progress_bars = False
@@ -90,12 +106,6 @@ def connected(cluster: Cluster) -> Iterator[Any]:
         yield data
     finally:
         ray.shutdown()
-
-
-def reason(wrong: BaseException) -> str:
-    """Return the last line that says something: a cluster's errors carry the tracebacks of several processes."""
-    lines = [line.strip() for line in str(wrong).splitlines() if line.strip()]
-    return lines[-1] if lines else type(wrong).__name__
 
 
 def _environment(cluster: Cluster) -> dict[str, str]:

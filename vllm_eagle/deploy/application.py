@@ -20,8 +20,13 @@ ATTEMPTS = 2
 _PATHS = ("model", "speculative-model", "speculative-tree", "speculative-draft-vocab", "chat-template")
 
 
-def build(arguments: Mapping[str, Any], **options: Any) -> Application:
-    """Return the application; `arguments` are flags of `vllm serve` without their dashes, `options` those of a deployment.
+def build(arguments: dict[str, Any]) -> Application:
+    """Return the application for a configuration's `args`, flags of `vllm serve` without their dashes; raises `EagleError`."""
+    return replicated(arguments)
+
+
+def replicated(arguments: Mapping[str, Any], **options: Any) -> Application:
+    """Return the same from Python, where `options` are those of a Ray Serve deployment: `num_replicas=2`, ...
 
     Raises `EagleError` if Ray is missing, or if the arguments cannot be flags.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_eagle.demo.prompts import PROMPTS
-from vllm_eagle.deploy.application import build
+from vllm_eagle.deploy.application import replicated
 from vllm_eagle.deploy.local import serving, tree_metrics
 from vllm_eagle.errors import EagleError
 
@@ -38,7 +38,7 @@ def show(model: Path, head: Path, *, replicas: int, clients: int, tokens: int, p
     arguments = {"model": model, "speculative-model": head, "served-model-name": NAME, "speculative-tree-size": 8}
     arguments |= {"dtype": "float32", "enforce-eager": True, "max-model-len": 1024, "max-num-seqs": 8}
     arguments["kv-cache-memory-bytes"] = 1 << 28
-    app = build(arguments, num_replicas=replicas, ray_actor_options={"num_cpus": 1})
+    app = replicated(arguments, num_replicas=replicas, ray_actor_options={"num_cpus": 1})
     print(f"starting {replicas} replicas (a minute on two free cores)", flush=True)
     began = time.monotonic()
     with serving(app, port=port, cpus=replicas, logs=False) as url:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_eagle.deploy.application import ray_serve
-from vllm_eagle.errors import EagleError
+from vllm_eagle.errors import EagleError, last_error
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -44,7 +44,7 @@ def serving(app: Application, *, port: int = 8000, cpus: int | None = None, logs
         try:
             serve.run(app)
         except RuntimeError as wrong:
-            raise EagleError(f"no replica starts: {reason(str(wrong))}") from None
+            raise EagleError(f"no replica starts: {last_error(str(wrong))}") from None
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
@@ -59,13 +59,6 @@ def check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as wrong:
             raise EagleError(f"port {port}: {wrong.strerror}; stop what listens there, or choose another with --port") from None
-
-
-def reason(text: str) -> str:
-    """Return the line of a traceback, or of several, that names an error last."""
-    errors = re.findall(r"^(?:\x1b\[\d+m)?((?:\w+\.)*\w*(?:Error|Exception)\b: .*)", text, re.M)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return str(errors[-1] if errors else lines[-1] if lines else text)
 
 
 def tree_metrics() -> dict[str, dict[str, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ def answer(flags: list[str], rows: Iterable[tuple[int, bytes]], total: int, resu
     """Answer all rows that have no result yet; raises `EagleError` for flags vLLM does not take."""
     progress = Progress("rows", total, len(results.places))
     failed = 0
-    for index, result in answers(_engine(flags), (row for row in rows if row[0] not in results.places)):
+    for index, result in answers(engine(flags), (row for row in rows if row[0] not in results.places)):
         results.add(index, result)
         failed += "error" in result
         tokens = sum(one["tokens"] for one in result.get("outputs", ()))
@@ -58,21 +57,8 @@ def answers(llm: LLM, rows: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, 
                 yield row.index, _result(row, output)
 
 
-class Answerer:
-    """Answer blocks of rows with an engine of its own: what Ray Data runs, once on every replica."""
-
-    def __init__(self, flags: list[str]) -> None:
-        """Start the engine; raises `EagleError` for flags vLLM does not take."""
-        self._llm = _engine(flags)
-
-    def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
-        """Return the results of a block, as JSON, in the order they ended."""
-        rows = zip(map(int, block["index"]), block["line"], strict=True)
-        found = list(answers(self._llm, rows))
-        return {"index": [index for index, _ in found], "result": [json.dumps(result) for _, result in found]}
-
-
-def _engine(flags: list[str]) -> LLM:
+def engine(flags: list[str]) -> LLM:
+    """Start an engine from flags of `vllm serve`; raises `EagleError` for flags it does not take."""
     load_general_plugins()  # our flags among them
     parser = FlexibleArgumentParser(prog="vllm-eagle batch IN OUT", exit_on_error=False)
     EngineArgs.add_cli_args(parser)
