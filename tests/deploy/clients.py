@@ -87,8 +87,7 @@ def replicas() -> dict[str, int]:
     from ray.serve.context import _get_global_client
 
     details = _get_global_client().get_serve_details()
-    (application,) = details["applications"].values()
-    found = application["deployments"]["Engine"]["replicas"]
+    found = details["applications"]["default"]["deployments"]["Engine"]["replicas"]
     return {one["replica_id"]: one["pid"] for one in found if one["state"] == "RUNNING"}
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.deploy.clients import NAME, Load, Stream, alive, family, replicas, until
 from vllm_eagle.deploy import replicated
-from vllm_eagle.deploy.local import serving, tree_metrics
+from vllm_eagle.deploy.local import deploy, serving, tree_metrics
 from vllm_eagle.errors import EagleError
 
 ENGINE = {"dtype": "float32", "enforce-eager": True, "max-model-len": 512, "max-num-seqs": 9, "block-size": 32}
@@ -29,9 +29,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def application(folders: tuple[str, str], count: int) -> Any:
+def application(folders: tuple[str, str], count: int, **options: Any) -> Any:
     model = {"model": folders[0], "speculative-model": folders[1], "served-model-name": NAME, "speculative-tree-size": 8}
-    return replicated(model | ENGINE, num_replicas=count, ray_actor_options={"num_cpus": 1})
+    return replicated(model | ENGINE, num_replicas=count, ray_actor_options={"num_cpus": 1}, **options)
 
 
 def prompts() -> list[str]:
@@ -66,7 +66,7 @@ def counted(names: set[str]) -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def one(folders: tuple[str, str], texts: dict[str, str]) -> Iterator[str]:
-    with serving(application(folders, 1), port=free_port(), logs=False) as url:
+    with serving(application(folders, 1), port=free_port(), cpus=2, logs=False) as url:
         yield url
 
 
@@ -96,6 +96,18 @@ def test_an_engine_that_dies_is_replaced(one: str, texts: dict[str, str]) -> Non
     check(asked.streams, texts)
 
 
+def test_a_head_that_does_not_fit(one: str, folders: tuple[str, str], tmp_path: Path) -> None:
+    """Catches a replica started over and over in silence, and a reason that stays in a log."""
+    from ray import serve
+
+    from vllm_eagle.testing import tiny_head
+
+    head = tiny_head(tmp_path / "wide", hidden=32)
+    with pytest.raises(EagleError, match=r"no replica starts: .*hidden"):
+        deploy(application((folders[0], head), 1, max_constructor_retry_count=1), name="other", route_prefix="/other")
+    serve.delete("other")
+
+
 @pytest.mark.slow
 def test_one_of_two_is_killed(folders: tuple[str, str], texts: dict[str, str]) -> None:
     """Catches other requests that suffer, an answer cut short without an error, and an engine left behind by its replica."""
@@ -119,15 +131,3 @@ def test_one_of_two_is_killed(folders: tuple[str, str], texts: dict[str, str]) -
         spread = Counter(stream.replica for stream in again.streams)
         assert spread.keys() == replicas().keys()
         counted(set(replicas()))
-
-
-def test_a_head_that_does_not_fit(folders: tuple[str, str], tmp_path: Path) -> None:
-    """Catches a replica started over and over in silence."""
-    from vllm_eagle.testing import tiny_head
-
-    head = tiny_head(tmp_path / "wide", hidden=32)
-    with (
-        pytest.raises(EagleError, match=r"no replica starts: .*hidden"),
-        serving(application((folders[0], head), 1), port=free_port(), logs=False),
-    ):
-        pass

@@ -41,14 +41,19 @@ def serving(app: Application, *, port: int = 8000, cpus: int | None = None, logs
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="ERROR", log_to_driver=logs)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        try:
-            serve.run(app)
-        except RuntimeError as wrong:
-            raise EagleError(f"no replica starts: {last_error(str(wrong))}") from None
+        deploy(app)
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def deploy(app: Application, **options: str) -> None:
+    """Deploy on the running cluster and wait until it answers; raises `EagleError` with the reason a replica does not start."""
+    try:
+        ray_serve().run(app, **options)
+    except RuntimeError as wrong:
+        raise EagleError(f"no replica starts: {last_error(str(wrong))}") from None
 
 
 def check_port(port: int) -> None:
