@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from vllm_eagle.batch.cluster import LOCAL
 from vllm_eagle.batch.results import Results, fingerprint
 from vllm_eagle.batch.rows import count, lines
 
@@ -36,7 +35,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     command.add_argument(
         "--ray",
         nargs="?",
-        const=LOCAL,
+        const="local",
         metavar="ADDRESS",
         help="answer on replicas of a Ray cluster: auto, HOST:PORT, ray://HOST:PORT, or one started here for the job",
     )
