@@ -62,8 +62,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _answer(arguments: argparse.Namespace, total: int, results: Results) -> None:
     if arguments.ray is not None:
-        from vllm_eagle.batch.cluster import Cluster
-        from vllm_eagle.batch.cluster import answer as answer_on_ray
+        from vllm_eagle.deploy.batch import Cluster
+        from vllm_eagle.deploy.batch import answer as answer_on_ray
 
         cluster = Cluster(arguments.ray, arguments.ray_replicas, arguments.ray_cpus, arguments.ray_block)
         answer_on_ray(cluster, arguments.flags, lines(arguments.rows), total, results)
