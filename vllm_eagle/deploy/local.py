@@ -21,6 +21,7 @@ SETTINGS = {
     "RAY_worker_niceness": "0",  # by default replicas give way to everything else on the machine (nice 15)
     "RAY_process_group_cleanup_enabled": "1",  # the engine of a replica that is killed goes with it
     "RAY_metrics_report_interval_ms": "2000",
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "1",  # a replica that is busy answers later than in 0.1 s, and is passed over
 }
 """Environment a cluster wants to start with, `ray start` on every machine included; what is set already is kept."""
 
