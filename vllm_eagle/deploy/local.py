@@ -49,12 +49,15 @@ def serving(app: Application, *, port: int = 8000, cpus: int | None = None, logs
         ray.shutdown()
 
 
-def deploy(app: Application, **options: str) -> None:
+def deploy(app: Application, name: str = "default", **options: str) -> None:
     """Deploy on the running cluster and wait until it answers; raises `EagleError` with the reason a replica does not start."""
+    serve = ray_serve()
     try:
-        ray_serve().run(app, **options)
-    except RuntimeError as wrong:
-        raise EagleError(f"no replica starts: {last_error(str(wrong))}") from None
+        serve.run(app, name=name, **options)
+    except RuntimeError as wrong:  # says which deployment; why is in the status
+        deployments = serve.status().applications[name].deployments.values()
+        report = "\n".join([str(wrong), *(deployment.message for deployment in deployments)])
+        raise EagleError(f"no replica starts: {last_error(report)}") from None
 
 
 def check_port(port: int) -> None:
