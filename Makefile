@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo bench test venv check test-full soak fuzz clean
+.PHONY: help demo ray-demo bench test venv check test-full soak fuzz clean
 
 help:
 	@echo "make demo       answer a few prompts with plain vLLM and with trees, side by side (2 minutes after set-up)"
+	@echo "make ray-demo   two replicas of the same model behind one address, on Ray Serve, with the numbers of each (2 minutes)"
 	@echo "make bench      plain vLLM, trees, vLLM's own speculation and Hugging Face on the demo's model, interleaved (some 25 minutes, estimated)"
 	@echo "make test       linters, types and the test suite (15 to 20 minutes)"
 	@echo "make venv       the virtual environment alone (5 minutes, 3.5 GB; a second run takes a second)"
@@ -21,6 +22,9 @@ venv:
 
 demo: venv
 	@$(BIN)/vllm-eagle demo
+
+ray-demo: venv
+	@$(BIN)/vllm-eagle ray-demo
 
 bench: venv
 	@$(BIN)/vllm-eagle bench --out $(or $(OUT),bench-results)

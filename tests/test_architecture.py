@@ -33,6 +33,7 @@ ORDER = [
     "doctor",
     "integration",
     "demo",
+    "deploy",
     "plugin",
     "cli",
 ]

@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     from vllm_eagle.bench.cli import add_commands as add_bench
     from vllm_eagle.checkpoints.cli import add_commands as add_checkpoints
     from vllm_eagle.demo.cli import add_commands as add_demo
+    from vllm_eagle.deploy.cli import add_commands as add_deploy
     from vllm_eagle.doctor.cli import add_commands as add_doctor
     from vllm_eagle.trace.cli import add_commands as add_trace
     from vllm_eagle.train.cli import add_commands as add_train
@@ -47,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_demo(subparsers)
     add_batch(subparsers)
+    add_deploy(subparsers)
     add_doctor(subparsers)
     add_trace(subparsers)
     add_checkpoints(subparsers)

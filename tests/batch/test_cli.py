@@ -36,11 +36,15 @@ def rows(count: int) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.fixture(scope="module")
-def command(folders: tuple[str, str]) -> list[str]:
+def flags(folders: tuple[str, str]) -> list[str]:
     target, head = folders
     flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8", "--disable-log-stats"]
     return [*flags, "--model", target, "--speculative-model", head, "--speculative-tree-size", "12"]
+
+
+@pytest.fixture(scope="module")
+def command(folders: tuple[str, str]) -> list[str]:
+    return flags(folders)
 
 
 def write(path: Path, made: list[dict[str, Any]]) -> None:

@@ -17,6 +17,8 @@ def test_every_touch_exists_as_we_know_it() -> None:
     patches.EarlyCheck.apply()
     patches.EarlyCheck.apply()  # plugins may load twice
     ledger.check()
+    ledger.check(ledger.CUDA_TOUCHES)
+    ledger.check(ledger.REPLICA_TOUCHES)
 
 
 def test_differences_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,16 @@ def test_other_engines_keep_their_numbers(target: str, head: str) -> None:
     assert isinstance(LoggingStatLogger(trees).spec_decoding_logging, TreeLog)
 
 
+def test_ray_exports_them(target: str, head: str) -> None:
+    """Catches a metric Ray refuses, a boundary of 0 for one: an engine of a replica would not start."""
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+    logger = RayPrometheusStatLogger(configure(target, **speculate(head, tree_size=SIZE, tree_depth=DEPTH)))
+    stats = TreeStats.new(SIZE)
+    stats.observe_tree(nodes=SIZE, accepted=0, depth=DEPTH)
+    logger.spec_decoding_prom.observe(stats)
+
+
 def test_statistics_cross_processes() -> None:
     """Catches sizes and times lost on the way to the front end, and statistics of other methods that no longer arrive."""
     StatsOfTrees.apply()

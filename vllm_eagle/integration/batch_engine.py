@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -25,12 +25,20 @@ _OURS = {"output_kind"}
 
 def answer(flags: list[str], rows: Iterable[tuple[int, bytes]], total: int, results: Results) -> None:
     """Answer all rows that have no result yet; raises `EagleError` for flags vLLM does not take."""
-    llm = _engine(flags)
-    most = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs  # the next ones wait at the door
     progress = Progress("rows", total, len(results.places))
-    running: dict[str, Row] = {}
-    todo = ((index, line) for index, line in rows if index not in results.places)
     failed = 0
+    for index, result in answers(engine(flags), (row for row in rows if row[0] not in results.places)):
+        results.add(index, result)
+        failed += "error" in result
+        tokens = sum(one["tokens"] for one in result.get("outputs", ()))
+        progress.add(tokens, note=f" · {failed} failed" if failed else "")
+
+
+def answers(llm: LLM, rows: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each row's index and result as it ends; a row that cannot be answered has an `error`."""
+    most = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs  # the next ones wait at the door
+    running: dict[str, Row] = {}
+    todo = iter(rows)
     while True:
         while len(running) < most and (next_row := next(todo, None)) is not None:
             index, line = next_row
@@ -38,9 +46,7 @@ def answer(flags: list[str], rows: Iterable[tuple[int, bytes]], total: int, resu
                 row = parse(index, line)
                 _submit(llm, row)
             except (BadRow, VLLMValidationError, ValueError, TypeError) as wrong:  # the last three are how vLLM refuses
-                failed += 1
-                results.add(index, {"id": name(line), "error": " ".join(str(wrong).split())})
-                progress.add(0)
+                yield index, {"id": name(line), "error": " ".join(str(wrong).split())}
                 continue
             running[str(index)] = row
         if not running:
@@ -48,11 +54,11 @@ def answer(flags: list[str], rows: Iterable[tuple[int, bytes]], total: int, resu
         for output in llm.llm_engine.step():
             if output.finished:
                 row = running.pop(output.request_id)
-                results.add(row.index, _result(row, output))
-                progress.add(sum(len(one.token_ids) for one in output.outputs), note=f" · {failed} failed" if failed else "")
+                yield row.index, _result(row, output)
 
 
-def _engine(flags: list[str]) -> LLM:
+def engine(flags: list[str]) -> LLM:
+    """Start an engine from flags of `vllm serve`; raises `EagleError` for flags it does not take."""
     load_general_plugins()  # our flags among them
     parser = FlexibleArgumentParser(prog="vllm-eagle batch IN OUT", exit_on_error=False)
     EngineArgs.add_cli_args(parser)

@@ -176,6 +176,19 @@ CUDA_TOUCHES = (
     Touch("vllm.v1.sample.sampler.Sampler.greedy_sample", "called (CUDA)", "the best token of every row", "stays", ("logits",)),
 )  # fmt: skip
 
+REPLICA_TOUCHES = (
+    Touch("vllm.entrypoints.launchers.cli_args.make_arg_parser", "called", "a replica takes the flags of `vllm serve`", "stays",
+          ("parser",)),
+    Touch("vllm.entrypoints.launchers.app.build_app", "called", "a replica is vLLM's own OpenAI application", "stays",
+          ("args", "supported_tasks", "model_config")),
+    Touch("vllm.entrypoints.launchers.api_server.app_state.init_app_state", "called, and `state.server` set",
+          "the same; on an engine's error vLLM's handler sets a flag of its HTTP server, which is Ray Serve's here", "stays",
+          ("engine_client", "state", "args", "supported_tasks")),
+    Touch("vllm.v1.metrics.ray_wrappers.RayPrometheusStatLogger", "handed to the engine, before vLLM's own",
+          "Ray exports the numbers by replica; vLLM's own, made last, clears the registry first", "stays"),
+)  # fmt: skip
+"""Of replicas on Ray Serve alone: workers do not load vLLM's HTTP side to look."""
+
 
 def check(touches: tuple[Touch, ...] | None = None) -> None:
     """Compare with the installed vLLM, `TOUCHES` unless others are given; raises `EagleError` naming the first difference."""
@@ -205,7 +218,10 @@ def _resolve(path: str) -> object:
 
 def table() -> str:
     """Return the ledger as a Markdown table."""
-    rows = [f"| `{t.target.removeprefix('vllm.')}` | {t.how} | {t.why} | {t.until} |" for t in (*TOUCHES, *CUDA_TOUCHES)]
+    rows = [
+        f"| `{t.target.removeprefix('vllm.')}` | {t.how} | {t.why} | {t.until} |"
+        for t in (*TOUCHES, *CUDA_TOUCHES, *REPLICA_TOUCHES)
+    ]
     return "\n".join(["| in vLLM | how | why | until |", "|---|---|---|---|", *rows]) + "\n"
 
 

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "vllm:spec_decode_tree_"
 NODES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, MAX_NODES)
-TOKENS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, MAX_NODES)
+TOKENS = (0.5, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, MAX_NODES)
+"""The first bucket holds the zeros; Ray refuses a boundary of 0."""
 SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
