@@ -1,12 +1,12 @@
 #!/bin/sh
 # The commands that made the heads in examples/heads, from the repository's root: smollm2-135m-eagle1 is the third stage,
-# smollm2-135m-eagle1-two-layers goes on from there with a second layer.
+# smollm2-135m-eagle1-two-layers goes on from there with a second layer, and once more when there were more answers.
 #   MODEL    folder of SmolLM2-135M-Instruct, float32, Hugging Face layout
 #   PROMPTS  .jsonl of prompts (not needed: their answers are kept in examples/data)
 #   JUDGE    .jsonl of MT-bench's questions; never trained on
-#   WORK     folder for features and fits (2 GB)
+#   WORK     folder for features and fits (3 GB)
 # The head now in examples/heads saw 1,181 of the answers in its first two stages and left the first at step 700 of 1,800; the third stage is
-# whole, over all answers but 12 (1,046,107 tokens). A list of 16,384 tokens was widened to 24,576 afterwards, which changes no weight.
+# whole, over 1,046,107 tokens; the two of two layers saw 1,087,710 and 1,630,187 of the 1,651,031 now kept. A list of 16,384 tokens was widened to 24,576 afterwards, which changes no weight.
 set -eu
 : "${MODEL:?}" "${WORK:?}"
 ANSWERS=examples/data/smollm2-135m-answers.jsonl.xz
@@ -25,6 +25,8 @@ torchrun --nproc-per-node 2 -m -- vllm_eagle.cli fit --model "$MODEL" --features
     --start "$WORK/second/head" --settings configs/train/eagle1-third.toml
 torchrun --nproc-per-node 2 -m -- vllm_eagle.cli fit --model "$MODEL" --features "$WORK/features" --out "$WORK/two" \
     --start "$WORK/third/head" --settings configs/train/eagle1-two-layers.toml
+torchrun --nproc-per-node 2 -m -- vllm_eagle.cli fit --model "$MODEL" --features "$WORK/features" --out "$WORK/more" \
+    --start "$WORK/two/head" --settings configs/train/eagle1-two-layers-more.toml
 
 if [ -n "${JUDGE:-}" ]; then
     vllm-eagle generate --model "$MODEL" --prompts "$JUDGE" --limit 20 --temperatures 0 --max-tokens 128 \

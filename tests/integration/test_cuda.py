@@ -308,7 +308,7 @@ def test_flash_attention_and_trees(monkeypatch: pytest.MonkeyPatch, window: int 
         slot_mapping=torch.arange(7),  # 20 tokens before and its own 7
     )
     layer_kept = SimpleNamespace(keep=lambda name, *rows: kept.append((name, rows[-1])))
-    ride = DeviceTrees(attention, static.over(table), index, static.first_rows, plain, torch.arange(10, 17), layer_kept)
+    ride = DeviceTrees(attention, static.over(table), index, plain, torch.arange(10, 17), static.first_rows, layer_kept)
     scale = torch.tensor(1.0)
     layer = SimpleNamespace(layer_name="one", _k_scale=scale, _v_scale=scale, _q_scale=scale)
     impl, output = flash_impl(heads, kv_heads, size, window), torch.full_like(query, 7.0)

@@ -17,6 +17,7 @@ STAGES = [
     ("eagle1-second.toml", "first"),
     ("eagle1-third.toml", "second"),
     ("eagle1-two-layers.toml", "third"),
+    ("eagle1-two-layers-more.toml", "two"),
 ]
 SMALL = ["steps=2", "batch_rounds=128", "warmup=1", "held_out_percent=10"]
 

@@ -3,57 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from vllm_eagle.attention import TreeAttention
-from vllm_eagle.tree import TreeRows
+from vllm_eagle.integration.tree_forward import SendsTrees, TreeBatch
 
 
 @dataclass
-class Trees:
-    """Ride on the metadata of a batch that holds trees."""
+class Trees(TreeBatch):
+    """Keep keys and values by layer: [T, G, K] each."""
 
-    attention: TreeAttention
-    rows: TreeRows
-    index: Tensor  # [T] batch rows of all trees, root first
-    plain: CPUAttentionMetadata | None  # of the rows outside trees, None if there are none
-    plain_index: Tensor  # their batch rows
     kept: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Per layer: this step's key and value [T, G, K] of the tree rows, until the accepted ones are committed."""
+
+    def keep(self, layer: str, key: Tensor, value: Tensor) -> None:
+        """See `TreeBatch`."""
+        self.kept[layer] = key[self.index], value[self.index]
 
 
-class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+class TreeCPUAttentionImpl(SendsTrees, CPUAttentionBackendImpl):
     """Send tree rows to tree attention and everything else to vLLM's op."""
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        """See `CPUAttentionBackendImpl.forward`."""
-        trees: Trees | None = getattr(attn_metadata, "trees", None)
-        if trees is None:
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        if trees.plain is not None:
-            rows = trees.plain_index
-            plain = torch.empty_like(output[: len(rows)])
-            super().forward(layer, query[rows], key, value, kv_cache, trees.plain, plain, *args, **kwargs)
-            output[rows] = plain
+    def _attend_trees(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, trees: Trees, output: Tensor) -> None:
         window, soft_cap = max(0, self.sliding_window), self.logits_soft_cap
-        trees.attention(query, key, value, kv_cache, trees.rows, self.scale, output, window=window, soft_cap=soft_cap)
-        trees.kept[layer.layer_name] = (key[trees.index], value[trees.index])
-        return output
+        trees.attention(query, key, value, cache, trees.rows, self.scale, output, window=window, soft_cap=soft_cap)
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -21,50 +19,24 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_eagle.attention.device import KeptRows, TritonTreeAttention
-from vllm_eagle.tree import TreeRows
+from vllm_eagle.attention.device import KeptRows
+from vllm_eagle.integration.tree_forward import SendsTrees, TreeBatch
 
 
 @dataclass
-class DeviceTrees:
-    """Ride on the metadata of a batch that holds trees."""
+class DeviceTrees(TreeBatch):
+    """Keep keys and values in tensors that never move."""
 
-    attention: TritonTreeAttention
-    rows: TreeRows
-    index: Tensor  # [T] batch rows of all trees, root first
     first_rows: Tensor  # [R + 1] int32, tree rows before each request
-    plain: Any  # vLLM's metadata of the rows outside trees, None if there are none
-    plain_index: Tensor  # their batch rows
     kept: KeptRows
 
+    def keep(self, layer: str, key: Tensor, value: Tensor) -> None:
+        """See `TreeBatch`."""
+        self.kept.keep(layer, key, value, self.index)
 
-class _Trees:
+
+class _Trees(SendsTrees):
     """Send tree rows to tree attention and everything else to vLLM's kernels."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        """See `AttentionImpl.forward`."""
-        trees: DeviceTrees | None = getattr(attn_metadata, "trees", None)
-        if trees is None:
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        if trees.plain is not None:
-            rows = trees.plain_index
-            plain = torch.empty_like(output[: len(rows)])
-            super().forward(layer, query[rows], key, value, kv_cache, trees.plain, plain, *args, **kwargs)
-            output[rows] = plain
-        self._attend_trees(query, key, value, kv_cache, trees, output)
-        trees.kept.keep(layer.layer_name, key, value, trees.index)
-        return output
 
     def _attend_trees(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, trees: DeviceTrees, output: Tensor

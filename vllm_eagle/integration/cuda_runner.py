@@ -55,7 +55,7 @@ class DeviceSteps(TreeSteps):
         return self._rows.over(block_table)
 
     def _attach(self, rows: TreeRows, index: Tensor, plain: Any, plain_index: Tensor) -> DeviceTrees:
-        return DeviceTrees(self.tree_attention, rows, index, self._rows.first_rows, plain, plain_index, self._kept)
+        return DeviceTrees(self.tree_attention, rows, index, plain, plain_index, self._rows.first_rows, self._kept)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         metadata = self.input_batch.sampling_metadata
