@@ -9,7 +9,7 @@ help:
 	@echo "make demo       answer a few prompts with plain vLLM and with trees, side by side (2 minutes after set-up)"
 	@echo "make ray-demo   two replicas of the same model behind one address, on Ray Serve, with the numbers of each (2 minutes)"
 	@echo "make bench      plain vLLM, trees, vLLM's own speculation and Hugging Face on the demo's model, interleaved (some 25 minutes, estimated)"
-	@echo "make test       linters, types and the test suite (15 to 20 minutes)"
+	@echo "make test       linters, types and the test suite (about 25 minutes)"
 	@echo "make venv       the virtual environment alone (5 minutes, 3.5 GB; a second run takes a second)"
 	@echo "make check      linters and types alone (1 minute)"
 	@echo "make test-full  the suite and its slow part on tiny models: every tree shape, batch size and block offset, compiled mode"
