@@ -89,6 +89,7 @@ def test_one_replica(one: str, texts: dict[str, str]) -> None:
     assert float(re.findall(r"^vllm:spec_decode_num_draft_tokens_total\S* (\S+)$", own, re.M)[0]) > 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_replaced(one: str, texts: dict[str, str]) -> None:
     """Catches a replica that stays in service with a dead engine: health checks ask the engine."""
     ((name, pid),) = replicas().items()
