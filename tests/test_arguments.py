@@ -11,6 +11,7 @@ from vllm_eagle.cli import parse
 COMMANDS = [
     "demo --head {}",
     "trace Hi --head {}",
+    "ray-demo --head {}",
     "bench --model m --head {}",
     "evaluate --model m --features f --head {}",
     "fit --model m --features f --out o --start {}",

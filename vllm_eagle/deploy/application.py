@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -77,6 +78,4 @@ def _path(name: str, value: str) -> str:
 
 
 def _text(value: Any) -> str:
-    import json
-
     return json.dumps(value) if isinstance(value, dict | list) else str(value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vllm_eagle.arguments import head_folder
+
 _ABOUT = """\
 Start two replicas of a chat model with trees behind one address on this machine, ask them from several clients at once,
 and show who answered what and how each replica's drafts did; then stop everything. Without options it uses
@@ -21,7 +23,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--model", type=Path, help="folder of the target (default: SmolLM2-135M-Instruct)")
-    command.add_argument("--head", type=Path, help="folder of its head (default: the one in examples/heads)")
+    command.add_argument("--head", type=head_folder, help="its EAGLE head, also OWNER/NAME (default: in examples/heads)")
     command.add_argument("--replicas", type=int, default=2, metavar="N", help="default: %(default)s")
     command.add_argument("--clients", type=int, default=4, metavar="N", help="requests at once (default: %(default)s)")
     command.add_argument("--tokens", type=int, default=64, metavar="N", help="length of an answer (default: %(default)s)")
