@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,12 +14,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; bad input ends in one line on standard error and status 2."""
     arguments = parse(argv)
     try:
-        return int(arguments.run(arguments) or 0)
+        status = int(arguments.run(arguments) or 0)
+        sys.stdout.flush()
+        return status
     except EagleError as bad:
         print(f"vllm-eagle: {bad}", file=sys.stderr)
         return 2
+    except ImportError as wrong:
+        if (name := broken_companion(wrong)) is None:
+            raise
+        fix = f"run: {sys.executable} -m vllm_eagle.setup_env --repair"
+        print(f"vllm-eagle: {name} was built for another torch, and transformers dies of it; {fix}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read the output has enough of it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         return 130
+
+
+def broken_companion(wrong: BaseException) -> str | None:
+    """Return the package built for another torch of whose import this error comes, if it does."""
+    from vllm_eagle import setup_env
+
+    at: BaseException | None = wrong
+    while at is not None:
+        frame = at.__traceback__
+        while frame is not None:
+            module = frame.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+            if module in setup_env.COMPANIONS:
+                return str(module)
+            frame = frame.tb_next
+        at = at.__cause__ or at.__context__
+    return None
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

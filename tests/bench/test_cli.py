@@ -78,6 +78,7 @@ def test_what_is_left(ran: Ran) -> None:
         (["--model", "/nowhere", "--contestants", "ngram"], "give the folder of a model"),
         (["--model", "/nowhere", "--head", "/nowhere"], "give the folder of an EAGLE head"),
         (["--prompts", "/nowhere.jsonl:qa"], "no prompts at /nowhere.jsonl:qa"),
+        (["--contestants", "tree:8", "--floor", "0.95"], "--floor is for auto"),
     ],
 )
 def test_bad_input_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

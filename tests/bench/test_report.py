@@ -37,7 +37,7 @@ def results() -> dict[str, Any]:
         rows = [row("plain", next(numbers)), row("chain:2", None) | {"best_chain": True}, row("<b>", 7001)]
         rows.append({"contestant": "suffix", "absent": "needs <a package>"})
         head = {"workload": "mt", "temperature": next(numbers) + 0.25, "concurrency": concurrency}
-        return {**head, "plain_limit": next(numbers), "rows": rows}
+        return {**head, "plain_limit": next(numbers), "auto_to_best": {"best": "<b>", **some()}, "rows": rows}
 
     return {
         "tables": [table(next(numbers)), table(next(numbers))],
@@ -97,7 +97,8 @@ def test_the_screen_shows_medians_and_reasons() -> None:
     made_up = results()
     first, second = tables(made_up).split("\n\n")
     lines = first.splitlines()
-    assert len(lines) == 6 and len({len(line) for line in lines[1:5]}) == 1
-    assert lines[5] == "suffix: needs <a package>"
+    assert len(lines) == 7 and len({len(line) for line in lines[1:5]}) == 1
+    assert lines[5].startswith(f"auto: {made_up['tables'][0]['auto_to_best']['median']} (") and lines[5].endswith(", <b>")
+    assert lines[6] == "suffix: needs <a package>"
     assert f"{made_up['tables'][1]['rows'][0]['tokens_per_s']['median']:g}" in second
     assert "n/a" in lines[3] and f"7001 of {made_up['tables'][0]['rows'][2]['texts']}" in lines[4]

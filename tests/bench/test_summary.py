@@ -8,7 +8,7 @@ from vllm_eagle.bench.child import Outcome, pace
 from vllm_eagle.bench.journal import Cell, Measurement
 from vllm_eagle.bench.machine import Model, limit
 from vllm_eagle.bench.rounds import rotated
-from vllm_eagle.bench.summary import spread, summarise
+from vllm_eagle.bench.summary import losses, spread, summarise
 
 CELL = Cell("mt", 0.0, 4)
 
@@ -72,6 +72,18 @@ def test_best_chain_and_the_absent() -> None:
     assert [name for name, row in said.items() if row.get("best_chain")] == ["chain:2"]
     assert said["suffix"]["absent"] == "no such package"
     assert "one request at a time" in said["hf"]["absent"] and said["ngram"]["absent"] == "not measured yet"
+
+
+def test_91_auto_against_the_fastest_size() -> None:
+    """Catches `auto` held against a method that has no head, against medians of other rounds, or not at all (scenario 91)."""
+    seconds = {"plain": (10, 20), "tree:8": (8, 22), "tree:25": (12, 40), "chain:2": (9, 21), "auto": (10, 16), "ngram": (1, 1)}
+    found = [measured(name, number, taken) for name, both in seconds.items() for number, taken in enumerate(both)]
+    found.append(measured("chain:2", 2, 1))  # a round without auto
+    (table,) = summarise(found, {}, list(seconds), float)
+    assert table["auto_to_best"] == {"best": "tree:8", "median": 1.087, "min": 0.8, "max": 1.375}  # 8/10, 22/16
+    assert losses([table], 1.08) == [] and losses([table], 1.09) == [table]
+    (without,) = summarise([one for one in found if one.contestant != "auto"], {}, list(seconds), float)
+    assert without["auto_to_best"] is None and losses([without], 1.0) == []
 
 
 def test_sampled_texts_are_compared_where_they_must_be_equal() -> None:

@@ -82,13 +82,13 @@ class Load:
         assert not any(thread.is_alive() for thread in self.threads)
 
 
-def replicas() -> dict[str, int]:
-    """Return the process of each running replica."""
+def replicas(*states: str) -> dict[str, int]:
+    """Return the process of each replica in one of the states, by default those that take requests."""
     from ray.serve.context import _get_global_client
 
     details = _get_global_client().get_serve_details()
     found = details["applications"]["default"]["deployments"]["Engine"]["replicas"]
-    return {one["replica_id"]: one["pid"] for one in found if one["state"] == "RUNNING"}
+    return {one["replica_id"]: one["pid"] for one in found if one["state"] in (states or ("RUNNING",))}
 
 
 def family(pid: int) -> list[psutil.Process]:

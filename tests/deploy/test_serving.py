@@ -19,7 +19,7 @@ from vllm_eagle.deploy import replicated
 from vllm_eagle.deploy.local import deploy, serving, tree_metrics
 from vllm_eagle.errors import EagleError
 
-ENGINE = {"dtype": "float32", "enforce-eager": True, "max-model-len": 512, "max-num-seqs": 9, "block-size": 32}
+ENGINE = {"dtype": "float32", "enforce-eager": True, "max-num-seqs": 9, "block-size": 32}
 CLIENTS, EACH, LENGTH = 16, 3, 300
 
 
@@ -29,9 +29,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def application(folders: tuple[str, str], count: int, **options: Any) -> Any:
+def application(folders: tuple[str, str], count: int | str, limit: int = 512, **options: Any) -> Any:
     model = {"model": folders[0], "speculative-model": folders[1], "served-model-name": NAME, "speculative-tree-size": 8}
-    return replicated(model | ENGINE, num_replicas=count, ray_actor_options={"num_cpus": 1}, **options)
+    engine = model | ENGINE | {"max-model-len": limit}
+    return replicated(engine, num_replicas=count, ray_actor_options={"num_cpus": 1}, **options)
 
 
 def prompts() -> list[str]:
@@ -138,3 +139,28 @@ def test_one_of_two_is_killed(folders: tuple[str, str], texts: dict[str, str]) -
         spread = Counter(stream.replica for stream in again.streams)
         assert spread.keys() == replicas().keys()
         counted(set(replicas()))
+
+
+@pytest.mark.slow
+def test_replicas_come_and_go_with_the_load(folders: tuple[str, str], texts: dict[str, str]) -> None:
+    """Catches a queue that starts no second replica, and one taken away before the answers it is writing are whole."""
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 4, "metrics_interval_s": 0.5}
+    scaling |= {"look_back_period_s": 1, "upscale_delay_s": 0, "downscale_delay_s": 1}
+    app = application(folders, "auto", limit=2000, autoscaling_config=scaling)
+    with serving(app, port=free_port(), cpus=2, logs=False) as url:
+        assert len(replicas()) == 1
+        while len(replicas()) < 2:
+            busy = load(url, each=1).start()
+            busy.wait()
+            check(busy.streams, texts)
+        both = set(replicas())
+        few = Load(url, [[Stream(prompt, 1900)] for prompt in prompts()[:4]]).start()
+        until(lambda: all(few.running(name) for name in both), "both write")
+        until(lambda: len(replicas()) == 1, "one is taken away")
+        (gone,) = both - replicas().keys()
+        assert gone in replicas("STOPPING") and few.running(gone)  # it still writes
+        few.wait()
+        assert {stream.replica for stream in few.streams} == both
+        for stream in few.streams:
+            assert stream.error is None and stream.finish == "length" and stream.text.startswith(texts[stream.prompt])
+        until(lambda: gone not in replicas("STOPPING"), "it ends")

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.serving.cases import DEPTH, ENDLESS, FLAGS, LONG, REPLIES, REPORT, SCRIPTED, Plain, ask_all, end, scripted
+from tests.serving.cases import (
+    CROWD,
+    DEPTH,
+    ENDLESS,
+    FLAGS,
+    LONG,
+    REPLIES,
+    REPORT,
+    SCRIPTED,
+    Plain,
+    ask_all,
+    end,
+    scripted,
+)
 from tests.serving.conftest import flags, knowing
 from tests.serving.server import serving, unlike
 
@@ -36,3 +52,19 @@ def test_qwen3_and_draining(folders: tuple[str, str], tmp_path: Path) -> None:
     assert [reader.text for reader in seen.readers] == [answer.choices[0]["text"] for answer in found.long]
     assert seen.readers == want.readers
     assert seen.errors <= want.errors
+
+
+@pytest.mark.slow
+def test_two_engines_behind_one_server(
+    folders: tuple[str, str], plain: Plain, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a rank of `--data-parallel-size` that writes other texts, drafts nothing, or waits for the one without work."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with serving(tmp_path / "log", folders[0], *FLAGS, "--data-parallel-size", "2", *flags(options)) as server:
+        for asked, wanted in ((CROWD, plain.crowd), (LONG[:1], plain.long[:1])):  # all at once, then one alone
+            for stream in (False, True):
+                for alone, together in zip(wanted, ask_all(server, asked, stream=stream), strict=True):
+                    assert not unlike(alone, together)
+        text = urllib.request.urlopen(server.url + "/metrics").read().decode()
+    found = dict(re.findall(r'^vllm:spec_decode_num_accepted_tokens_total\{engine="(\d)"[^}]*\} (\S+)$', text, re.M))
+    assert found.keys() == {"0", "1"} and all(float(count) > 0 for count in found.values())

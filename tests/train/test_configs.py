@@ -18,6 +18,7 @@ STAGES = [
     ("eagle1-third.toml", "second"),
     ("eagle1-two-layers.toml", "third"),
     ("eagle1-two-layers-more.toml", "two"),
+    ("eagle1-fourth.toml", "third"),
 ]
 SMALL = ["steps=2", "batch_rounds=128", "warmup=1", "held_out_percent=10"]
 
@@ -26,14 +27,14 @@ def test_every_file_starts_a_fit(repository: Path, toy_folder: Path, toy_feature
     """Catches a setting that was renamed, and a stage that does not take the head of the one before."""
     files = {path.name for path in (repository / "configs" / "train").glob("*.toml")}
     assert files == {name for name, _ in STAGES} | {"eagle3.toml"}
-    names = {name: f"stage{at}" for at, (name, _) in enumerate(STAGES)}
-    for name in [name for name, _ in STAGES] + ["eagle3.toml"]:
-        out = tmp_path / names.get(name, "eagle3")
+    made = dict(zip(("first", "second", "third", "two", "more", "fourth"), STAGES, strict=True))
+    for out, (name, start) in [(tmp_path / out, stage) for out, stage in made.items()] + [
+        (tmp_path / "3", ("eagle3.toml", None))
+    ]:
         line = ["fit", "--model", str(toy_folder), "--features", str(toy_features), "--out", str(out)]
         line += ["--settings", str(repository / "configs" / "train" / name)]
-        at = int(out.name.removeprefix("stage")) if name in names else 0
-        if at:
-            line += ["--start", str(tmp_path / f"stage{at - 1}" / "head")]
+        if start:
+            line += ["--start", str(tmp_path / start / "head")]
         assert main([*line, "--set", *SMALL, "draft_vocabulary=60"]) == 0, name
         assert all(bool(torch.isfinite(weight.float()).all()) for weight in load_head(out / "head").state_dict().values())
         assert json.loads((out / "journal.jsonl").read_text().splitlines()[-1])["step"] == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_eagle.arguments import head_folder
-from vllm_eagle.bench.contestants import KNOWN, Contestant, parse_all
+from vllm_eagle.bench.contestants import AUTO, KNOWN, Contestant, parse_all
 from vllm_eagle.errors import EagleError
 
 if TYPE_CHECKING:
@@ -70,6 +70,12 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     cmd.add_argument("--tokens", type=_positive, default=64, metavar="N", help="longest answer (default: %(default)s)")
     cmd.add_argument("--rounds", type=_positive, default=3, metavar="N", help="(default: %(default)s)")
+    cmd.add_argument(
+        "--floor",
+        type=_share,
+        metavar="SHARE",
+        help="end with status 1 if auto reaches less than this share of the fastest choice of size anywhere, as in 0.95",
+    )
     cmd.add_argument("--max-prompt-tokens", type=_positive, default=1024, metavar="N", help="longer prompts are passed over")
     cmd.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     cmd.add_argument("--compiled", action="store_true", help="vLLM's compiled mode instead of eager (starts slowly)")
@@ -97,10 +103,22 @@ def _temperature(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: want a share above 0 and up to 1")
+    return value
+
+
 def _run(args: argparse.Namespace) -> int:
     if args.head is not None and args.model is None:
         raise EagleError("--head without --model: name the target it was trained for")
     contestants = parse_all(args.contestants, head=args.head is not None or args.model is None)
+    if args.floor and AUTO not in {one.name for one in contestants}:
+        raise EagleError(f"--floor is for {AUTO}; name it among --contestants")
     _check_files(args)
     model, head = _models(args)
     from vllm_eagle.bench.crew import Crew, environment
@@ -237,8 +255,8 @@ def _described(args: argparse.Namespace, plan: Plan, model: Path, head: Path | N
 
 def _report(args: argparse.Namespace, plan: Plan, journal: Any, known: dict[str, Any], sizes: Model) -> int:
     from vllm_eagle.bench.machine import limit
-    from vllm_eagle.bench.report import tables, write
-    from vllm_eagle.bench.summary import summarise
+    from vllm_eagle.bench.report import tables, title, write
+    from vllm_eagle.bench.summary import losses, summarise
 
     names = [one.name for one in plan.contestants]
     bound = lambda concurrency: limit(known["machine"], sizes, args.dtype, concurrency)  # noqa: E731
@@ -246,4 +264,7 @@ def _report(args: argparse.Namespace, plan: Plan, journal: Any, known: dict[str,
     results = {"tables": found, "failed": journal.failed, **known}
     line = write(args.out, results)
     print(f"\n{tables(results)}\n\n{args.out / 'index.html'} has all of it; the same in one line:\n{line}")
-    return 0
+    lost = losses(found, args.floor or 0.0)
+    for table in lost:
+        print(f"below --floor {args.floor}: {title(table)}, {table['auto_to_best']['median']}", file=sys.stderr)
+    return 1 if lost else 0

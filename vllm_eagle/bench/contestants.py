@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm_eagle.errors import EagleError
 
-PLAIN = "plain"
+PLAIN, AUTO = "plain", "auto"
 KNOWN = {
     "plain": "vLLM without speculation; every ratio is to it, and it always takes part",
     "auto": "this plugin, as many nodes as pay",

@@ -42,6 +42,14 @@ def page(results: Mapping[str, Any], plots: Sequence[Path]) -> str:
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{chr(10).join(body)}\n</body>\n</html>\n'
 
 
+def choice(table: Mapping[str, Any]) -> list[str]:
+    """Return a line that holds `auto` against the fastest choice of size, if it took part."""
+    if (found := table["auto_to_best"]) is None:
+        return []
+    share = f"{found['median']} ({found['min']}…{found['max']})"
+    return [f"auto: {share} of the fastest with this head or none, {found['best']}"]
+
+
 def _inline(plot: Path) -> str:
     return base64.b64encode(plot.read_bytes()).decode()
 
@@ -51,8 +59,9 @@ def _table(table: Mapping[str, Any]) -> str:
     headings = ["contestant", *_SPREADS.values(), *_SINGLE.values(), "sizes", "texts equal"]
     rows = "\n".join(_row(row, len(headings)) for row in table["rows"])
     limit = f"On this machine plain decoding cannot exceed {table['plain_limit']} tokens/s."
+    said = "<br>".join([limit, *map(escape, choice(table))])
     head = "".join(f"<th>{heading}</th>" for heading in headings)
-    return f"<h2>{title}</h2>\n<p>{limit}</p>\n<table>\n<tr>{head}</tr>\n{rows}\n</table>"
+    return f"<h2>{title}</h2>\n<p>{said}</p>\n<table>\n<tr>{head}</tr>\n{rows}\n</table>"
 
 
 def _row(row: Mapping[str, Any], columns: int) -> str:

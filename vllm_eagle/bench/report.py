@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_eagle.bench.page import page
+from vllm_eagle.bench.page import choice, page
 from vllm_eagle.bench.plots import draw
 
 HEADINGS = ("contestant", "tokens/s", "ratio", "first token ms", "ms per token", "accepted", "nodes", "texts equal")
@@ -37,7 +37,7 @@ def _table(table: Mapping[str, Any]) -> str:
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     absent = [f"{row['contestant']}: {row['absent']}" for row in table["rows"] if "absent" in row]
     limit = f"plain decoding cannot exceed {table['plain_limit']:g} tokens/s on this machine"
-    return "\n".join([f"{title(table)} · {limit}", *lines, *absent])
+    return "\n".join([f"{title(table)} · {limit}", *lines, *choice(table), *absent])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from vllm_eagle.bench.contestants import PLAIN, parse
+from vllm_eagle.bench.contestants import AUTO, PLAIN, parse
 from vllm_eagle.bench.journal import Cell, Measurement
 
 Spread = dict[str, float]
@@ -42,10 +42,30 @@ def summarise(
                 "temperature": cell.temperature,
                 "concurrency": cell.concurrency,
                 "plain_limit": digits(limit(cell.concurrency)),
+                "auto_to_best": _auto_to_best(found),
                 "rows": rows,
             }
         )
     return tables
+
+
+def _auto_to_best(found: Mapping[str, Mapping[int, Measurement]]) -> dict[str, Any] | None:
+    """Return `auto` by the fastest choice of size it could have made: no drafts, or another contestant with the same head."""
+    ratios: dict[str, list[float]] = {}
+    for name, own in found.items():
+        rounds = own.keys() & found.get(AUTO, {}).keys()
+        if rounds and (name == PLAIN or (name != AUTO and parse(name).needs_head)):
+            pairs = [(found[AUTO][number], own[number]) for number in sorted(rounds)]
+            ratios[name] = [mine.tokens / mine.seconds * theirs.seconds / theirs.tokens for mine, theirs in pairs]
+    if not ratios:
+        return None
+    best = min(ratios, key=lambda name: median(ratios[name]))
+    return {"best": best, **(spread(ratios[best]) or {})}
+
+
+def losses(tables: Iterable[Mapping[str, Any]], floor: float) -> list[Mapping[str, Any]]:
+    """Return the tables in which `auto` reaches less than `floor` of the fastest choice of size."""
+    return [table for table in tables if (found := table["auto_to_best"]) is not None and found["median"] < floor]
 
 
 def _row(
