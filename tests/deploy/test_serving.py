@@ -145,16 +145,16 @@ def test_one_of_two_is_killed(folders: tuple[str, str], texts: dict[str, str]) -
 def test_replicas_come_and_go_with_the_load(folders: tuple[str, str], texts: dict[str, str]) -> None:
     """Catches a queue that starts no second replica, and one taken away before the answers it is writing are whole."""
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 4, "metrics_interval_s": 0.5}
-    scaling |= {"look_back_period_s": 1, "upscale_delay_s": 0, "downscale_delay_s": 1}
+    scaling |= {"look_back_period_s": 2, "upscale_delay_s": 0, "downscale_delay_s": 20}
     app = application(folders, "auto", limit=2000, autoscaling_config=scaling)
     with serving(app, port=free_port(), cpus=2, logs=False) as url:
         assert len(replicas()) == 1
-        while len(replicas()) < 2:
-            busy = load(url, each=1).start()
+        while len(replicas()) < 2:  # more would leave the second one no time to start on two cores
+            busy = Load(url, [[Stream(prompt, LENGTH)] for prompt in prompts()[:6]]).start()
             busy.wait()
             check(busy.streams, texts)
         both = set(replicas())
-        few = Load(url, [[Stream(prompt, 1900)] for prompt in prompts()[:4]]).start()
+        few = Load(url, [[Stream(prompt, 1500)] for prompt in prompts()[:4]]).start()
         until(lambda: all(few.running(name) for name in both), "both write")
         until(lambda: len(replicas()) == 1, "one is taken away")
         (gone,) = both - replicas().keys()
