@@ -7,6 +7,7 @@ drafting and C between steps, tokens per second are
 
 and plain decoding is rate(0) without D. Nodes are kept where rate(n) is largest; a level is drafted while what it may add is
 worth more than the time it takes at the going rate; and nothing is drafted, at no cost, where plain decoding is faster.
+What T, D and C leave out shows in whole steps: those with and those without drafts are held against what was expected of them.
 Shapes: `R` requests, `N` nodes of a request, `F` frontier nodes.
 """
 
@@ -51,6 +52,8 @@ class Controller:
         self._rate = self._price = self._drafting = 0.0  # the going rate, tokens a row must bring, seconds a drafting takes
         self._limit, self._planned, self._probing = depth, 0, False  # of the next trees
         self._running: tuple[Curve, int, float] | None = None  # what the head is doing: its curve, rows, and begin
+        self._cycle: tuple[bool, int, float] | None = None  # of the step that is going on: drafts, requests, seconds expected
+        self._verified = 0.0  # when the last verification ended
         self._frontiers: list[int] = []
 
     # Before drafting -----------------------------------------------------------------------------------------------
@@ -62,9 +65,11 @@ class Controller:
         costs, rows = self.costs, requests + others
         kept = np.ceil(requests * self._kept)  # [J] nodes of the whole batch
         verify = costs.verify(rows + kept) + costs.rest
-        plain = rows / float(costs.verify(rows) + costs.rest)
+        alone = float(costs.verify(rows) + costs.rest)
+        self._cycle = False, requests, alone
+        plain = rows / alone
         drafting = float(costs.first(missed)) + (self._levels - 1) * float(costs.level(requests * self._width))  # [levels]
-        rates = (rows + requests * self._gains) / (verify + drafting[:, None])  # [levels, J]
+        rates = (rows + requests * self._gains) / (verify + drafting[:, None]) / costs.slip(requests)  # [levels, J]
         level, best = divmod(int(rates.argmax()), len(kept))
         drafted = float(rates[level, best])
         self._rate, self._drafting, self._limit = max(plain, drafted), float(drafting[level]), level + 1
@@ -115,6 +120,7 @@ class Controller:
         best = int((expected / seconds).argmax())
         if self._probing:
             best = max(best, min(self._planned, order.size))
+        self._cycle = True, requests, float(seconds[best])
         return [int(count) for count in (values >= order[best - 1]).sum(1)] if best else [0] * requests
 
     def _remember(self, values: NDArray[np.float32], depths: NDArray[np.int32]) -> None:
@@ -138,8 +144,13 @@ class Controller:
 
     # After verification --------------------------------------------------------------------------------------------
 
-    def verified(self, trees: Sequence[DraftTree | None], paths: Sequence[Sequence[int]]) -> None:
-        """Take the accepted rows of every request's tree."""
+    def verified(self, trees: Sequence[DraftTree | None], paths: Sequence[Sequence[int]], steady: bool = True) -> None:
+        """Take the accepted rows of every request's tree; `steady`: nothing but decoding since the last verification."""
+        now = self.clock()
+        if steady and self._cycle is not None:
+            drafted, requests, expected = self._cycle
+            self.costs.observe_cycle(drafted, requests, (now - self._verified) / expected)
+        self._verified, self._cycle = now, None
         for tree, path in zip(trees, paths, strict=True):
             if tree is not None and tree.guesses is not None:
                 self.calibration.observe(tree, path)

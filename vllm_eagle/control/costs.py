@@ -5,7 +5,7 @@ Shapes: `n` row counts.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -14,6 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 
 RECENT = 15
 """Steps whose median says how fast the machine is just now: it shrugs off a neighbour that takes it for a moment."""
+CYCLES = 9
+"""Steps whose median says how much longer than expected they take, for about as many requests, with drafts or without."""
+TRUST = [1.0] * 4
+"""What is known of them at first: that they take what is expected; four steps do not say otherwise."""
 PATIENCE = 0.1
 """How far one step moves the shape of the curve near its row count."""
 
@@ -68,6 +72,7 @@ class Costs:
         """`verify` by rows of the target; `first` by newly known positions and `level` by frontier nodes of the head."""
         self.verify, self.first, self.level = verify, first, level
         self._rest: deque[float] = deque([0.0], maxlen=RECENT)
+        self._cycles: defaultdict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(TRUST, maxlen=CYCLES))
 
     @property
     def rest(self) -> float:
@@ -77,3 +82,15 @@ class Costs:
     def observe_rest(self, seconds: float) -> None:
         """Take the time between two steps that followed each other."""
         self._rest.append(seconds)
+
+    def slip(self, requests: int) -> float:
+        """Return how much longer steps with drafts take than expected, against steps without, for about as many requests.
+
+        Whatever the curves leave out is in it: what belongs to no pass, or hangs on the number of requests.
+        """
+        with_drafts, without = (median(self._cycles[drafted, requests.bit_length()]) for drafted in (True, False))
+        return with_drafts / without
+
+    def observe_cycle(self, drafted: bool, requests: int, ratio: float) -> None:
+        """Take a step's time from one verification's end to the next one's, by the time expected."""
+        self._cycles[drafted, requests.bit_length()].append(ratio)

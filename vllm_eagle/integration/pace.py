@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Row counts measured at start-up."""
+ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 192, 256)
+"""Row counts measured at start-up; matrix products work on tiles of rows, and one row more may cost a whole tile."""
 TRIES = 3
 """Measurements of each, the fastest counts: what disturbs a measurement makes it longer."""
 SAME = 1.5
@@ -44,6 +45,7 @@ class Pace:
         self.controller = controller
         self._began = time.perf_counter()
         self._ended, self._served = self._began, frozenset[str]()
+        self._waited, self._read = True, False
 
     def take(self, seen: Seen) -> None:
         """Learn what the first of several ranks saw in the last step."""
@@ -61,7 +63,8 @@ class Pace:
         Else the engine may have waited for a request to come.
         """
         self._began = time.perf_counter()
-        if not self._served.isdisjoint(requests):
+        self._waited = self._served.isdisjoint(requests)
+        if not self._waited:
             self.controller.costs.observe_rest(self._began - self._ended)
 
     def end_step(self, requests: Iterable[str]) -> None:
@@ -71,9 +74,11 @@ class Pace:
     def verified(self, step: Step) -> None:
         """Take a step's time and the accepted rows of its trees; steps with prompts in them take longer and do not count."""
         assert step.walk is not None
-        if not _reads_prompts(step):
+        decodes = not _reads_prompts(step)
+        if decodes:
             self.controller.costs.verify.observe(int(step.counts.sum()), time.perf_counter() - self._began)
-        self.controller.verified(step.trees, step.walk.paths)
+        self.controller.verified(step.trees, step.walk.paths, decodes and not self._waited and not self._read)
+        self._read = not decodes  # then the head reads, too, before the next step
 
     def asks_for_drafts(self, step: Step, known: Known) -> bool:
         """Decide whether trees pay in the next step."""
@@ -164,14 +169,12 @@ def _remember(file: Path, rows: Sequence[int], verify: Sequence[float], level: S
 
 
 def _seconds(rows: Sequence[int], run: Callable[[int], object]) -> list[float]:
-    found = []
-    for count in rows:
-        tries = []
-        for _ in range(TRIES):
+    found = [math.inf] * len(rows)
+    for _ in range(TRIES):  # all counts in turn: a neighbour that takes the machine for a moment spoils no count's every try
+        for at, count in enumerate(rows):
             began = time.perf_counter()
             run(count)
-            tries.append(time.perf_counter() - began)
-        found.append(min(tries))
+            found[at] = min(found[at], time.perf_counter() - began)
     return found
 
 

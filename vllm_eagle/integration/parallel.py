@@ -33,7 +33,8 @@ from vllm_eagle.control import Costs, Curve
 T = TypeVar("T")
 Linear = Callable[[Tensor], Tensor]
 Seen = list[tuple[str, int, float]]
-"""What a step took: the name of a curve, or "rest", rows, and seconds."""
+"""What a step took: the name of a curve, or "rest", rows, and seconds; or "drafted" or "plain", requests, and a share of what
+was expected."""
 
 
 def ranks() -> int:
@@ -110,6 +111,10 @@ class AgreedCosts(Costs):
         """See `Costs.observe_rest`."""
         self.seen.append(("rest", 0, seconds))
 
+    def observe_cycle(self, drafted: bool, requests: int, ratio: float) -> None:
+        """See `Costs.observe_cycle`."""
+        self.seen.append(("drafted" if drafted else "plain", requests, ratio))
+
     def leave(self) -> Seen:
         """Return what this rank saw since the last call; only the first rank's is sent."""
         seen = list(self.seen)
@@ -121,6 +126,8 @@ class AgreedCosts(Costs):
         for name, rows, seconds in seen:
             if name == "rest":
                 super().observe_rest(seconds)
+            elif name in ("drafted", "plain"):
+                super().observe_cycle(name == "drafted", rows, seconds)
             else:
                 self._curves[name].take(rows, seconds)
 
