@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_eagle.control import Curve
-from vllm_eagle.control.costs import RECENT
+from vllm_eagle.control import Costs, Curve
+from vllm_eagle.control.costs import CYCLES, RECENT
 
 
 def test_between_and_beyond_the_measured_rows() -> None:
@@ -54,3 +54,17 @@ def test_a_disturbed_step_is_shrugged_off() -> None:
     for step in range(3 * RECENT):
         curve.observe(1, 10.0 if step % 4 else 1000.0)
     assert float(curve(1)) == pytest.approx(10, rel=0.2)
+
+
+def test_whole_steps_say_what_the_curves_leave_out() -> None:
+    """Catches a slip believed after one slow step, one of another load, and one that all steps have in common."""
+    costs = Costs(*(Curve([1], [1.0]) for _ in range(3)))
+    for _ in range(3):
+        costs.observe_cycle(True, 8, 2.0)
+    assert costs.slip(8) == 1
+    for _ in range(CYCLES):
+        costs.observe_cycle(True, 8, 1.5)
+    assert (costs.slip(8), costs.slip(15), costs.slip(7), costs.slip(16)) == (1.5, 1.5, 1, 1)
+    for _ in range(CYCLES):
+        costs.observe_cycle(False, 9, 1.25)
+    assert costs.slip(8) == pytest.approx(1.2)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
 
@@ -72,6 +73,20 @@ def test_an_idle_engine_is_not_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> No
         now[0] += 1.0
         told.end_step(batch)
     assert rests == [0.25, 0.5, 0.75, 0.125]
+
+
+def test_which_steps_are_held_against_the_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a step in which a prompt is read, by the target or behind it by the head, or a wait, taken for a slow one."""
+    steady: list[bool] = []
+    costs = SimpleNamespace(observe_rest=lambda seconds: None, verify=SimpleNamespace(observe=lambda rows, seconds: None))
+    controller = SimpleNamespace(costs=costs, verified=lambda trees, paths, steady_now: steady.append(steady_now))
+    told = pace.Pace(controller)  # type: ignore[arg-type]
+    walk = SimpleNamespace(paths=[])
+    for batch, tokens in ((["a"], 20), (["a"], 1), (["a"], 1), (["a", "b"], 9), (["b"], 1), (["b"], 1), (["c"], 1), (["c"], 1)):
+        told.begin_step(batch)
+        told.verified(SimpleNamespace(trees=[None], counts=np.array([tokens]), walk=walk))  # type: ignore[arg-type]
+        told.end_step(batch)
+    assert steady == [False, False, True, False, False, True, False, True]
 
 
 def test_the_head_catches_up(auto: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

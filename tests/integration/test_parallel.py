@@ -154,15 +154,18 @@ def test_costs_are_the_first_ranks() -> None:
             costs.verify.observe(5, 0.02 * speed)
             costs.first.observe(2, 0.001 * speed)
             costs.observe_rest(0.5 * speed)
+            costs.observe_cycle(True, 4, 0.75 * speed)
             assert before == (float(costs.verify(5)), float(costs.level(5)), costs.rest)
+            assert step or costs.slip(4) == 1
         seen, _ = first.leave(), second.leave()
-        assert len(seen) == 3
+        assert len(seen) == 4
         first.take(seen)
         second.take(seen)
     assert first.leave() == second.leave() == []
     for name in ("verify", "first", "level"):
         assert getattr(first, name).points() == getattr(second, name).points()
     assert first.rest == second.rest == 1.0
+    assert first.slip(4) == second.slip(4) == 1.5
     assert 0.03 < float(second.verify(5)) < 0.06
     assert float(second.first(2)) == 2 * float(second.level(2))
 

@@ -47,7 +47,7 @@ class DeviceSteps(TreeSteps):
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         step = self._step
-        self._rows.fill(step.trees, step.starts.tolist(), step.computed.tolist())
+        self._rows.fill([step.laid.get(r) for r in range(len(step.trees))], step.starts.tolist(), step.computed.tolist())
         self._tables = tree_table(step.trees, self.num_spec_tokens + 1).to(self.device, non_blocking=True)
         return prepared
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from vllm_eagle.tree import DraftTree, TreeRows
 from vllm_eagle.verify import Walk
 
+_ROOT = DraftTree.build([0], [-1])
+
 
 @dataclass
 class Step:
@@ -31,40 +33,47 @@ class Step:
     slots: dict[int, Tensor]  # per K/V cache group: slots [T] of consecutive positions, as plain decoding would write
     walk: Walk | None = None
     owners: list[int] = field(init=False)  # requests that have a tree
+    laid: dict[int, DraftTree] = field(init=False)
+    """What tree attention gets if there are trees: they, and every other request of one row as a tree without nodes.
+
+    Two kinds of attention in one step cost more than their rows: gathers, a scatter and another operator in every layer.
+    """
 
     def __post_init__(self) -> None:
         self.owners = [r for r, tree in enumerate(self.trees) if tree is not None]
+        own = {r: tree or _ROOT for r, tree in enumerate(self.trees) if tree is not None or self.counts[r] == 1}
+        self.laid = own if self.owners else {}
 
     def positions(self) -> tuple[Tensor, Tensor]:
         """Return batch rows and positions of all tree rows: a node stands at its depth behind the root."""
-        rows = [self.starts[r] + np.arange(len(self._tree(r).tokens)) for r in self.owners]
-        places = [self.computed[r] + self._tree(r).depths for r in self.owners]
+        rows = [self.starts[r] + np.arange(len(tree.tokens)) for r, tree in self.laid.items()]
+        places = [self.computed[r] + tree.depths for r, tree in self.laid.items()]
         return torch.from_numpy(np.concatenate(rows)).long(), torch.from_numpy(np.concatenate(places)).long()
 
     def node_rows(self) -> Tensor:
         """Return batch rows of the drafted nodes: all tree rows but the roots."""
-        rows = [self.starts[r] + np.arange(1, len(self._tree(r).tokens)) for r in self.owners]
+        rows = [self.starts[r] + np.arange(1, len(tree.tokens)) for r, tree in self.laid.items()]
         return torch.from_numpy(np.concatenate(rows)).long()
 
     def tree_rows(self, block_table: Tensor) -> TreeRows:
         """Lay out the trees over the blocks [R, B] of a K/V cache group."""
-        owners = torch.tensor(self.owners)
-        starts, computed = (torch.from_numpy(x[self.owners]).int() for x in (self.starts, self.computed))
-        return TreeRows.of_trees([self._tree(r) for r in self.owners], starts, computed, block_table[owners].contiguous())
+        laid = list(self.laid)
+        starts, computed = (torch.from_numpy(x[laid]).int() for x in (self.starts, self.computed))
+        return TreeRows.of_trees(list(self.laid.values()), starts, computed, block_table[torch.tensor(laid)].contiguous())
 
     def others(self) -> list[int]:
-        """Return the requests without a tree."""
-        return [r for r, tree in enumerate(self.trees) if tree is None]
+        """Return the requests that vLLM's own attention serves."""
+        return [r for r in range(len(self.trees)) if r not in self.laid]
 
     def accepted(self) -> tuple[Tensor, Tensor]:
         """Return the accepted nodes: their index among the tree rows, and the batch rows whose slots they take."""
         assert self.walk is not None
         source, target, first = [], [], 0
-        for r in self.owners:
+        for r, tree in self.laid.items():
             path = self.walk.paths[r]
             source += [first + row for row in path]
             target += [int(self.starts[r]) + 1 + i for i in range(len(path))]
-            first += len(self._tree(r).tokens)
+            first += len(tree.tokens)
         return torch.tensor(source, dtype=torch.long), torch.tensor(target, dtype=torch.long)
 
     def known(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
@@ -78,8 +87,3 @@ class Step:
             positions.extend(range(int(self.computed[r]), int(self.computed[r]) + len(mine)))
             counts.append(len(mine))
         return np.array(rows, np.int64), np.array(positions, np.int64), np.array(counts, np.int32)
-
-    def _tree(self, request: int) -> DraftTree:
-        tree = self.trees[request]
-        assert tree is not None
-        return tree
