@@ -23,11 +23,11 @@ class Head:
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
-    def __call__(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    def __call__(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Any, wanted: Any = None) -> Tensor:
         key = (embeddings + features)[:, None, :4] + positions[:, None, None]
         for layer in range(self.config.num_layers):
             attend(layer, key, key, key)
-        return features
+        return features if wanted is None else features[wanted]
 
 
 class Cache:

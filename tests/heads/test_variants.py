@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.drafting.scored import ScoredPool, paths_of
 from tests.heads.plain import PlainHead
@@ -78,3 +79,26 @@ def test_every_variant_drafts_something_else(tmp_path: Path) -> None:
             plain[layout] = paths
         else:
             assert paths != plain[layout], name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_the_last_layer_only_what_is_wanted(name: str, tmp_path: Path) -> None:
+    """Catches a prompt whose every position goes through the whole head, and rows that are not those asked for."""
+    head = load_head(write(name, tmp_path))
+    embedding, _, states, tokens = inputs(head)
+    embedded = head.share_embedding(lambda ids: embedding[ids])(tokens[1:])
+    wanted, seen = torch.tensor([2, LENGTH - 1]), list[tuple[int, int]]()
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append((len(query), len(key)))
+        rows = wanted if len(query) < len(key) else torch.arange(LENGTH)
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        past = torch.arange(LENGTH) <= rows[:, None]
+        return functional.scaled_dot_product_attention(q, k, v, past, enable_gqa=True).transpose(0, 1)
+
+    with torch.inference_mode():
+        fused, positions = head.fuse(states), torch.arange(LENGTH)
+        whole, part = head(embedded, fused, positions, attend), head(embedded, fused, positions, attend, wanted)
+    assert torch.allclose(part, whole[wanted], atol=1e-5)
+    layers = head.config.num_layers
+    assert seen == [(LENGTH, LENGTH)] * (2 * layers - 1) + [(2, LENGTH)]

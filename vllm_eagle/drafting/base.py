@@ -53,7 +53,10 @@ class HeadCache(Protocol):
     """Keep the head's keys and values of certain positions, in the engine's paged cache."""
 
     def attend_known(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store key and value [T, G, K] of the newly known positions and attend causally from query [T, H, K]."""
+        """Store key and value [T, G, K] of the newly known positions and attend causally from query [T, H, K].
+
+        In the last layer query is [R, H, K]: nobody reads the others' output.
+        """
         ...
 
     def level_rows(self, drafting: Tensor, words: Tensor, key_stride: int) -> TreeRows:

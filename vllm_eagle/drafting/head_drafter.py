@@ -38,15 +38,16 @@ class HeadDrafter:
         if self.pricing is not None:
             self.pricing.begin(len(known.positions))
         fused = self.head.fuse(known.features)  # [T, D]
-        predicted = self.head(self.embed(known.next_tokens), fused, known.positions, cache.attend_known)  # [T, D]
+        embeddings, ends = self.embed(known.next_tokens), known.ends.to(known.positions.device)
+        predicted = self.head(embeddings, fused, known.positions, cache.attend_known, ends)  # [R, D]
         chosen = [r for r, room in enumerate(known.rooms) if room > 0]  # the rest: K/V written, no tree
         drafting = torch.tensor(chosen, device=known.positions.device)
         trees = [DraftTree.build([root], [-1]) for root in known.roots.tolist()]
         if chosen:
-            ends = known.ends[chosen]
-            level = _Level(self.head, self.growth, cache, drafting, known.positions[ends], predicted.dtype)
+            last = known.positions[ends[chosen]]
+            level = _Level(self.head, self.growth, cache, drafting, last, predicted.dtype)
             draws = None if known.draws is None else known.draws.of(drafting)
-            grown, values = self._grow(predicted[ends], known.next_tokens[ends], level, draws)
+            grown, values = self._grow(predicted[chosen], known.next_tokens[ends[chosen]], level, draws)
             sizes = [self.growth.size] * len(grown)
             if self.pricing is not None:
                 depths = np.stack([tree.depths[1:] for tree in grown])

@@ -23,8 +23,13 @@ class Head(Protocol):
         """Return the features [..., D] of true positions from the target's states there."""
         ...
 
-    def __call__(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the next step's features [..., D] from embeddings one ahead [..., D], features and positions [...]."""
+    def __call__(
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Return the next step's features [..., D] from embeddings one ahead [..., D], features and positions [...].
+
+        `wanted` [W]: which rows, if not all are.
+        """
         ...
 
     def readout(self, features: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,17 +41,22 @@ class EagleHead(BaseHead):
         self.layers = nn.ModuleList(DecoderLayer(config, i, i > 0 or config.layernorms) for i in range(config.num_layers))
         self.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
 
-    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None
+    ) -> Tensor:
         """Return predicted features [..., D].
 
-        `embeddings` [..., D] of the tokens one step ahead, `features` [..., D], `positions` [...] of the features.
+        `embeddings` [..., D] of the tokens one step ahead, `features` [..., D], `positions` [...] of the features; `wanted`
+        [W], for inputs [T, D]: the rows to return, of the others the last layer makes keys and values alone.
         """
         if self.embedding_layernorm is not None:
             embeddings = self.embedding_layernorm(embeddings)
         x = self.fc(torch.cat((embeddings, features), dim=-1))
         angles = self.rotary.angles(positions)
-        for layer in self.layers:
+        *inner, last = self.layers
+        for layer in inner:
             x = layer(x, angles, attend)
+        x = last(x, angles, attend, wanted)
         return x  # type: ignore[no-any-return]
 
     def fuse(self, states: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vllm_eagle.errors import HeadError
 from vllm_eagle.heads.config import HeadConfig
-from vllm_eagle.heads.layers import MLP, Attend, Attention, BaseHead, DecoderLayer, RMSNorm
+from vllm_eagle.heads.layers import MLP, Attend, Attention, BaseHead, DecoderLayer, RMSNorm, chosen
 from vllm_eagle.heads.rope import Rotary
 
 
@@ -37,11 +37,19 @@ class FusedLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = MLP(config)
 
-    def forward(self, embeddings: Tensor, features: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """Return [..., D]; the residual is the feature as it came, unless it is to be normed before."""
         normed = self.hidden_norm(features)
         both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
-        x = (normed if self.norm_before_residual else features) + self.self_attn(both, 0, angles, attend)
+        residual = normed if self.norm_before_residual else features
+        x = chosen(residual, wanted) + self.self_attn(both, 0, angles, attend, wanted)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -89,15 +97,19 @@ class Eagle3Head(BaseHead):
         if not torch.equal(self.vocabulary.sort().values, self.t2d.nonzero().squeeze(1)):
             raise HeadError("d2t and t2d do not name the same tokens; d2t must hold offsets (token = row + d2t[row])")
 
-    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None
+    ) -> Tensor:
         """Return the features of the next step [..., D].
 
-        `embeddings` [..., D] of the tokens one step ahead, `features` [..., D], `positions` [...] of the features.
+        `embeddings` [..., D] of the tokens one step ahead, `features` [..., D], `positions` [...] of the features; `wanted`
+        [W], for inputs [T, D]: the rows to return, of the others the last layer makes keys and values alone.
         """
         angles = self.rotary.angles(positions)
-        x = self.midlayer(embeddings, features, angles, attend)
-        for layer in self.layers.values():
-            x = layer(x, angles, attend)
+        later = list(self.layers.values())
+        x = self.midlayer(embeddings, features, angles, attend, None if later else wanted)
+        for layer in later:
+            x = layer(x, angles, attend, wanted if layer is later[-1] else None)
         return self.norm(x) if self.config.norm_output else x  # type: ignore[no-any-return]
 
     def fuse(self, states: Tensor) -> Tensor:

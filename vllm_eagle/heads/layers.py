@@ -21,7 +21,10 @@ class Attend(Protocol):
     """Attend from rotated queries to whatever keys the caller keeps."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Take query [..., H, K], key and value [..., G, K] of this pass; return [..., H, K]."""
+        """Take query [..., H, K], key and value [..., G, K] of this pass; return [..., H, K].
+
+        Queries are fewer where only some rows of the last layer are wanted.
+        """
         ...
 
 
@@ -38,6 +41,11 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
+def chosen(x: Tensor, wanted: Tensor | None) -> Tensor:
+    """Return the rows of x [T, ...] that are wanted; all for None."""
+    return x if wanted is None else x[wanted]
+
+
 class Attention(nn.Module):
     """Project inputs of `width`, rotate, and leave the attending to the caller."""
 
@@ -50,9 +58,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, config.num_kv_heads * size, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * size, config.hidden_size, bias=config.o_bias)
 
-    def forward(self, x: Tensor, layer: int, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, layer: int, angles: tuple[Tensor, Tensor], attend: Attend, wanted: Tensor | None = None
+    ) -> Tensor:
+        asking, (cos, sin) = chosen(x, wanted), (chosen(angle, wanted) for angle in angles)
+        query = Rotary.rotate(self.q_proj(asking).view(*asking.shape[:-1], -1, self.size), cos, sin)
         split = (*x.shape[:-1], -1, self.size)
-        query = Rotary.rotate(self.q_proj(x).view(split), *angles)
         key = Rotary.rotate(self.k_proj(x).view(split), *angles)
         out = attend(layer, query, key, self.v_proj(x).view(split))
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
@@ -83,9 +94,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, wanted: Tensor | None = None) -> Tensor:
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self.self_attn(normed, self.index, angles, attend)
+        x = chosen(x, wanted) + self.self_attn(normed, self.index, angles, attend, wanted)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 

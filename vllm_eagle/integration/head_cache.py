@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,20 +30,26 @@ class PagedHeadCache:
         size = blocks.block_size
         self.slots = table[owners, known.positions // size].long() * size + known.positions % size
         self.context = (known.positions[known.ends] + 1).to(torch.int32)  # [R]
-        starts = torch.cat((torch.zeros(1, dtype=torch.int32), known.lengths.cumsum(0).to(torch.int32)))
         self.table = group.map_to_kernel_block_table(table)
-        self.metadata = group.get_metadata_builder(0).build(
+        self.builder = group.get_metadata_builder(0)
+        self.ends = self._metadata(torch.ones_like(known.lengths), self.slots[known.ends])
+        self.all = self._metadata(known.lengths, self.slots) if len(self.layers) > 1 else None
+
+    def _metadata(self, counts: Tensor, slots: Tensor) -> Any:
+        """Return vLLM's metadata for the last `counts` [R] known positions of each request."""
+        starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0).to(torch.int32)))
+        return self.builder.build(
             0,
             CommonAttentionMetadata(
-                query_start_loc=starts.to(device),
+                query_start_loc=starts.to(slots.device),
                 query_start_loc_cpu=starts,
                 seq_lens=self.context,
-                num_reqs=len(known.lengths),
-                num_actual_tokens=len(self.slots),
-                max_query_len=int(known.lengths.max()),
+                num_reqs=len(counts),
+                num_actual_tokens=len(slots),
+                max_query_len=int(counts.max()),
                 max_seq_len=int(self.context.max()),
                 block_table_tensor=self.table,
-                slot_mapping=self.slots,
+                slot_mapping=slots,
             ),
         )
 
@@ -51,8 +57,8 @@ class PagedHeadCache:
         """See `HeadCache`."""
         attention = self.layers[layer]
         attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, self.slots)
-        output = torch.empty_like(query)
-        return attention.impl.forward(attention, query, key, value, attention.kv_cache, self.metadata, output)
+        metadata = self.ends if layer == len(self.layers) - 1 else self.all
+        return attention.impl.forward(attention, query, key, value, attention.kv_cache, metadata, torch.empty_like(query))
 
     def level_rows(self, drafting: Tensor, words: Tensor, key_stride: int) -> TreeRows:
         """See `HeadCache`."""

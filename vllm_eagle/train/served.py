@@ -39,7 +39,11 @@ class AnswerCache:
 
     def attend_known(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `HeadCache`: all slots are known at once, so one causal pass serves every round."""
-        return self.slots(layer, query, key, value)
+        if len(query) == len(key):
+            return self.slots(layer, query, key, value)
+        everywhere = query.new_zeros(len(key), *query.shape[1:])
+        everywhere[self.start] = query
+        return self.slots(layer, everywhere, key, value)[self.start]
 
     def level_rows(self, drafting: Tensor, words: Tensor, key_stride: int) -> TreeRows:
         """See `HeadCache`; the context is not paged, so there is no block table."""
