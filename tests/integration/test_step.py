@@ -26,10 +26,8 @@ def test_single_rows_ride_with_the_trees() -> None:
     assert rows.tolist() == [0, 1, 2, 3, 9] and positions.tolist() == [20, 30, 31, 31, 40]
     assert (step.owners, step.others(), step.node_rows().tolist()) == ([1], [2], [2, 3])
     source, target = step.accepted()
-    assert (source.tolist(), target.tolist()) == (
-        [3],
-        [2],
-    )  # the second node, among the five rows laid out; the slot behind the root
+    assert source.tolist() == [3]  # the second node, among the five rows laid out
+    assert target.tolist() == [2]  # the slot behind the root
     known, places, counts = step.known()
     assert known.tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9] and counts.tolist() == [1, 2, 5, 1]
     assert places.tolist() == [20, 30, 31, 0, 1, 2, 3, 4, 40]

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from vllm_eagle import __version__, envs, setup_env
 from vllm_eagle.doctor.finding import Finding, bad, good, note
 
-REPAIR = f"run: {sys.executable} -m vllm_eagle.setup_env --repair"
+REPAIR = setup_env.REPAIR
 _GROUP = "vllm.general_plugins"
 
 

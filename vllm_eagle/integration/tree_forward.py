@@ -1,4 +1,4 @@
-"""What both attention backends do in a batch with trees: their rows to tree attention, all others to vLLM's own."""
+"""What both attention backends do in a batch with trees: trees and single rows to tree attention, prompts to vLLM's own."""
 
 from __future__ import annotations
 
